@@ -1,0 +1,279 @@
+"""Decides what each step computes, and takes in what it sampled.
+
+There are no phases: tokens catch up. A sequence has a number of computed tokens and a length, and each step moves the
+first towards the second within a token budget; running sequences come first, then waiting ones, and a long prompt is
+computed in chunks. When the pool is full the youngest running sequence is preempted: it loses its blocks, keeps its
+tokens, and is computed again from the head of the queue.
+
+One step ahead: `schedule` may be called again before `postprocess` has seen the previous step's tokens. They are then
+pending: they count, but their ids stay on the ranks. A sequence that turns out to have stopped has its extra token
+dropped.
+
+Called by `raytp.engine`. Knows nothing of torch, Ray, sockets or text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from scheduler.block_manager import BlockManager
+from scheduler.config import SchedulerConfig
+from scheduler.errors import RequestError
+from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.step import Step, StepResult
+from scheduler.step_builder import StepBuilder
+from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs
+
+
+class Scheduler:
+    """Continuous batching over paged blocks. Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager | None = None) -> None:
+        self.config = config
+        self.block_manager = block_manager or BlockManager(
+            config.num_kv_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        """By seq_id, oldest first."""
+        self._sequences: dict[int, Sequence] = {}
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
+        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()
+        self._updates: list[SequenceUpdate] = []
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+
+    def check_admission(self, seq: Sequence) -> None:
+        """Raises RequestError if the sequence can never be served, whatever else runs."""
+        config, num_tokens = self.config, seq.num_prompt_tokens
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        if num_tokens >= config.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but max_model_len={config.max_model_len} leaves room for "
+                f"{config.max_model_len - 1} and one generated: shorten it or raise max_model_len"
+            )
+        if num_tokens >= config.num_kv_tokens:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but the KV cache holds {config.num_kv_tokens} "
+                f"({config.num_kv_blocks} blocks of {config.block_size}), one of them generated: shorten it or give "
+                f"the KV cache more memory"
+            )
+        lowest, highest = int(seq.token_ids.min()), int(seq.token_ids.max())
+        if lowest < 0 or highest >= config.vocab_size:
+            culprit = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"token id {culprit} is outside the vocabulary: ids go from 0 to {config.vocab_size - 1}"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises RequestError (see `check_admission`)."""
+        self.check_admission(seq)
+        self._sequences[seq.seq_id] = seq
+        self.waiting.append(seq)
+
+    def abort(self, seq_id: int, finish_reason: str = "abort") -> None:
+        """End a sequence now, if it has not ended; its blocks are free at once."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self._finish(seq, finish_reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._sequences)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent whose results have not come in."""
+        return len(self._in_flight)
+
+    def schedule(self) -> Step | None:
+        """Choose the next step and count it as sent; None if there is nothing to compute now."""
+        builder = StepBuilder(self.config.max_num_batched_tokens)
+        num_preemptions = self._num_preemptions
+        for seq in list(self.running.values()):
+            if builder.token_budget == 0:
+                break
+            if seq.status is SequenceStatus.RUNNING:
+                self._schedule_running(seq, builder)
+        if self._num_preemptions == num_preemptions:
+            self._schedule_waiting(builder)
+        if builder.num_rows == 0:
+            return None
+        self._in_flight.append((self._num_steps, builder.sampled))
+        self._num_steps += 1
+        return builder.build(self._num_steps - 1)
+
+    def postprocess(self, result: StepResult) -> None:
+        """Take in the tokens that the oldest sent step sampled."""
+        step_id, sampled = self._in_flight.popleft()
+        assert step_id == result.step_id
+        assert len(sampled) == len(result.token_ids)
+        logprobs = _split_logprobs(result)
+        for row, (seq, token_id) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
+            seq.num_pending_tokens -= 1
+            if seq.status is not SequenceStatus.FINISHED:
+                self._append_token(seq, token_id, logprobs.get(row))
+
+    def take_updates(self) -> list[SequenceUpdate]:
+        """What has happened to sequences since the last call, in order."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def stats(self) -> SchedulerStats:
+        """Counts and load as of now."""
+        return SchedulerStats(
+            num_waiting=len(self.waiting),
+            num_running=len(self.running),
+            num_free_blocks=self.block_manager.num_free_blocks,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls."""
+        sequences = self._sequences.values()
+        self.block_manager.check_invariants(seq.block_table for seq in sequences)
+        slots = [seq.slot for seq in self.running.values()]
+        assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
+            range(self.config.max_num_seqs)
+        )
+        assert {id(s) for s in sequences} == {id(s) for s in [*self.waiting, *self.running.values()]}
+        for seq in self.waiting:
+            assert not seq.block_table
+            assert seq.slot is None
+            assert seq.num_computed_tokens == 0
+        for seq in self.running.values():
+            assert seq.num_computed_tokens <= seq.length
+            assert len(seq.block_table) >= self.block_manager.num_blocks_for(seq.num_computed_tokens)
+
+    def _schedule_running(self, seq: Sequence, builder: StepBuilder) -> None:
+        if seq.num_pending_tokens and seq.reaches_max_tokens:
+            return  # its last token is on its way
+        num_tokens = min(seq.length - seq.num_computed_tokens, builder.token_budget)
+        num_wanted = seq.num_computed_tokens + num_tokens
+        while not self.block_manager.can_append(seq, num_wanted):
+            victim = next(reversed(self.running.values()))
+            if victim is seq and len(self.running) == 1:
+                self._fail_outgrown(seq)
+                return
+            self._preempt(victim)
+            if victim is seq:
+                return
+        num_blocks = len(seq.block_table)
+        self.block_manager.may_append(seq, num_wanted)
+        builder.add_blocks(seq, num_blocks)
+        self._add_row(seq, num_tokens, builder)
+
+    def _schedule_waiting(self, builder: StepBuilder) -> None:
+        while self.waiting and self._free_slots and builder.token_budget > 0:
+            seq = self.waiting[0]
+            # A preempted sequence whose last token is still on its way can't be laid out yet.
+            if seq.num_pending_tokens or not self.block_manager.can_allocate(seq):
+                return
+            self.waiting.popleft()
+            num_cached = self.block_manager.allocate(seq)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = num_cached
+                self._num_cached_tokens += num_cached
+            seq.num_computed_tokens = num_cached
+            seq.status = SequenceStatus.RUNNING
+            seq.slot = self._free_slots.pop()
+            self.running[seq.seq_id] = seq
+            builder.take_slot(seq)
+            self._add_row(seq, min(seq.num_tokens - num_cached, builder.token_budget), builder)
+
+    def _add_row(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
+        builder.add_row(seq, num_tokens)
+        self._num_computed_tokens += num_tokens
+        # The step writes keys and values before any of its queries attend, so its own later rows may share them.
+        self.block_manager.hash_blocks(seq)
+
+    def _append_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        seq.append(token_id)
+        finish_reason = None
+        is_stop = token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.sampling.min_tokens
+        if is_stop:
+            finish_reason = "stop"
+        elif seq.num_output_tokens >= seq.sampling.max_tokens or seq.num_tokens >= self.config.max_model_len:
+            finish_reason = "length"
+        if finish_reason is not None:
+            self._finish(seq, finish_reason, token_id=token_id, logprobs=logprobs, is_stop=is_stop)
+            return
+        self._updates.append(
+            SequenceUpdate(seq.seq_id, token_id, logprobs, num_cached_tokens=seq.num_cached_tokens or 0)
+        )
+        if seq.status is SequenceStatus.RUNNING:
+            self.block_manager.hash_blocks(seq)
+
+    def _fail_outgrown(self, seq: Sequence) -> None:
+        """A sequence alone in the pool needs a block more than there is."""
+        if seq.num_pending_tokens:
+            return  # it may yet stop with the token on its way
+        config = self.config
+        self._finish(
+            seq,
+            "error",
+            error=f"the sequence grew to {seq.num_tokens} tokens and has the KV cache to itself, which holds only "
+            f"{config.num_kv_tokens} ({config.num_kv_blocks} blocks of {config.block_size}): lower max_tokens or give "
+            f"the KV cache more memory",
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._num_preemptions += 1
+        self._leave_running(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_computed_tokens = 0
+        self.waiting.appendleft(seq)
+
+    def _finish(
+        self,
+        seq: Sequence,
+        finish_reason: str,
+        *,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        is_stop: bool = False,
+        error: str | None = None,
+    ) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self.block_manager.hash_blocks(seq)
+            self._leave_running(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        del self._sequences[seq.seq_id]
+        self._updates.append(
+            SequenceUpdate(
+                seq.seq_id,
+                token_id,
+                logprobs,
+                finish_reason,
+                stop_token_id=token_id if is_stop else None,
+                error=error,
+                num_cached_tokens=seq.num_cached_tokens or 0,
+            )
+        )
+
+    def _leave_running(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        del self.running[seq.seq_id]
+        self.block_manager.deallocate(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = None
+        seq.has_sampled_in_slot = False
+
+
+def _split_logprobs(result: StepResult) -> dict[int, TokenLogprobs]:
+    if result.logprobs is None:
+        return {}
+    arrays = result.logprobs
+    return {
+        row: TokenLogprobs(chosen, arrays.top_ids[index], arrays.top[index])
+        for index, (row, chosen) in enumerate(zip(arrays.rows.tolist(), arrays.chosen.tolist(), strict=True))
+    }

@@ -1,0 +1,112 @@
+"""Collects the rows that the scheduler chooses and turns them into one immutable `Step`.
+
+Called by `Scheduler` alone; makes no decisions of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler.sequence import Sequence
+from scheduler.step import TOKEN_ON_DEVICE, IntArray, SlotSampling, Step
+
+_NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
+
+
+class StepBuilder:
+    """The rows of a step in the making."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.token_budget = token_budget
+        """Tokens that the step has room for."""
+        self.sampled: list[Sequence] = []
+        """Sequences whose rows sample, in the order of the rows."""
+        self._slots: list[int] = []
+        self._counts: list[int] = []
+        self._seq_lens: list[int] = []
+        self._samples: list[int] = []
+        self._tokens: list[tuple[int, IntArray]] = []
+        self._num_tokens = 0
+        self._new_blocks: list[tuple[int, int, list[int]]] = []
+        self._new_slots: list[SlotSampling] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences in the step so far."""
+        return len(self._slots)
+
+    def take_slot(self, seq: Sequence) -> None:
+        """The sequence enters the ranks' state: its settings and its whole block table travel with this step."""
+        assert seq.slot is not None
+        self._new_slots.append(_slot_sampling(seq, seq.slot))
+        self.add_blocks(seq, 0)
+
+    def add_blocks(self, seq: Sequence, start: int) -> None:
+        """The block table has grown past `start` entries."""
+        if len(seq.block_table) > start:
+            assert seq.slot is not None
+            self._new_blocks.append((seq.slot, start, seq.block_table[start:]))
+
+    def add_row(self, seq: Sequence, num_tokens: int) -> None:
+        """Compute the next `num_tokens` of a sequence; advances it past them."""
+        assert seq.slot is not None
+        assert 0 < num_tokens <= self.token_budget
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        samples = end == seq.length
+        if not (seq.has_sampled_in_slot and samples and num_tokens == 1):
+            self._tokens.append((self._num_tokens, seq.token_ids[start:end]))
+        self._slots.append(seq.slot)
+        self._counts.append(num_tokens)
+        self._seq_lens.append(end)
+        self._samples.append(samples)
+        self._num_tokens += num_tokens
+        self.token_budget -= num_tokens
+        seq.num_computed_tokens = end
+        if samples:
+            self.sampled.append(seq)
+            seq.num_pending_tokens += 1
+            seq.has_sampled_in_slot = True
+
+    def build(self, step_id: int) -> Step:
+        """The step, with arrays of its own."""
+        token_ids = np.full(self._num_tokens, TOKEN_ON_DEVICE, dtype=np.int32)
+        for start, tokens in self._tokens:
+            token_ids[start : start + len(tokens)] = tokens
+        return Step(
+            step_id=step_id,
+            slots=_int_array(self._slots),
+            num_scheduled_tokens=_int_array(self._counts),
+            seq_lens=_int_array(self._seq_lens),
+            samples=_int_array(self._samples),
+            token_ids=token_ids,
+            block_slots=_int_array([slot for slot, _, _ in self._new_blocks]),
+            block_starts=_int_array([start for _, start, _ in self._new_blocks]),
+            block_counts=_int_array([len(ids) for _, _, ids in self._new_blocks]),
+            block_ids=_int_array([block_id for _, _, ids in self._new_blocks for block_id in ids]),
+            new_slots=tuple(self._new_slots),
+        )
+
+
+def _int_array(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int32)
+
+
+def _slot_sampling(seq: Sequence, slot: int) -> SlotSampling:
+    sampling = seq.sampling
+    masked_ids = sampling.stop_token_ids if sampling.min_tokens > 0 else ()
+    return SlotSampling(
+        slot=slot,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        stop_token_ids=np.array(masked_ids, dtype=np.int32),
+        history=seq.token_ids.copy() if sampling.has_penalties else _NO_TOKENS,
+    )
