@@ -1,0 +1,82 @@
+"""The engine's settings as users give them. Made by `raytp.llm`, read by `raytp.driver` and `raytp.rank_group`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.errors import ConfigError
+
+_CHOICES = {
+    "device": ("auto", "cuda", "cpu"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "load_format": ("auto", "dummy"),
+    "attention_backend": ("auto", "flash_attn_3", "flash_attn", "torch"),
+    "transport": ("socket", "ray"),
+    "placement_strategy": ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a model. Raises ConfigError for a value out of its range."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share the model, one GPU each."""
+    device: str = "auto"
+    """"cuda" if the cluster has GPUs, else "cpu"."""
+    dtype: str = "auto"
+    """Of weights and KV cache: the checkpoint's on a GPU, float32 on a CPU."""
+    load_format: str = "auto"
+    """"dummy" fills the model with random weights, from its config.json alone."""
+    attention_backend: str = "auto"
+    """The fastest that is installed, or one by name."""
+    max_model_len: int | None = None
+    """Tokens of one sequence, prompt and output; default: what the model was trained for, if the KV cache holds it."""
+    max_num_seqs: int = 256
+    """Sequences that run at once."""
+    max_num_batched_tokens: int | None = None
+    """Tokens in one step; default 8192 on a GPU, 512 on a CPU."""
+    block_size: int = 16
+    """Tokens in a KV-cache block, the grain of prefix sharing."""
+    num_kv_blocks: int | None = None
+    """KV-cache blocks; default: what the memory holds."""
+    memory_fraction: float = 0.9
+    """Share of a GPU's memory for weights, KV cache and work space together."""
+    cpu_kv_cache_gib: float = 2.0
+    """KV cache of a rank on a CPU."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of prompts that begin alike."""
+    transport: str = "socket"
+    """How frames reach the ranks: "socket", or "ray" for networks that close ports."""
+    placement_strategy: str = "STRICT_PACK"
+    """Ray's placement strategy for the ranks; STRICT_PACK keeps them on one node."""
+    placement_timeout_s: float = 300.0
+    """How long to wait for the cluster to have room, the autoscaler's time included."""
+    startup_timeout_s: float = 600.0
+    """How long each step of the start-up may take, loading weights included."""
+    step_timeout_s: float = 120.0
+    """How long one step of the model may take before the engine counts as stuck."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tensor_parallel_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "num_kv_blocks",
+        ):
+            value = getattr(self, name)
+            if value is None and name not in ("tensor_parallel_size", "max_num_seqs", "block_size"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        for name in ("placement_timeout_s", "startup_timeout_s", "step_timeout_s", "cpu_kv_cache_gib"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value!r} must be a number above 0")
+        if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction={self.memory_fraction!r} must be above 0 and at most 1")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")

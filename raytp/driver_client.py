@@ -1,0 +1,100 @@
+"""A caller's end of its driver actor: starts it, talks to it, and ends it.
+
+Turns Ray's wrapped exceptions back into raytp's own. Called by `raytp.llm`. Next hop of a request: `raytp.driver`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytp.config import EngineConfig
+from raytp.driver import Driver, DriverStatus
+from raytp.errors import EngineClosedError, EngineError
+from raytp.outputs import CompletionUpdate, EngineInfo, Request
+from scheduler.updates import SchedulerStats
+from workers.config import WorkerConfig
+
+_MAX_CONCURRENT_CALLS = 128
+_CALL_TIMEOUT_S = 60.0
+_SHUTDOWN_TIMEOUT_S = 10.0
+
+
+class DriverClient:
+    """One engine, as its caller sees it."""
+
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int) -> None:
+        """Places the driver on the caller's own node: no use without it, and safe from the loss of others."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = ray.remote(Driver).options(
+            num_cpus=0, max_concurrency=_MAX_CONCURRENT_CALLS, scheduling_strategy=here, max_restarts=0
+        )
+        self._actor: Any = options.remote(config, worker_config, vocab_size)
+
+    def start(self, on_status: Callable[[str, float], None]) -> EngineInfo:
+        """Wait until the engine is ready; ends it again if that fails or is interrupted."""
+        try:
+            ready = self._actor.start.remote()
+            while not ray.wait([ready], timeout=0.2)[0]:
+                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                    status: DriverStatus = ray.get(self._actor.status.remote(), timeout=1.0)
+                    on_status(status.stage, status.fraction)
+            info: EngineInfo = self._get(ready)
+            return info
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, client_id: str, requests: list[Request]) -> None:
+        """Queue requests; news of them comes through `poll`."""
+        self._get(self._call("submit", client_id, requests))
+
+    def poll(self, client_id: str, timeout_s: float) -> list[CompletionUpdate]:
+        """News of this caller's requests; empty if there was none within `timeout_s`."""
+        updates: list[CompletionUpdate] = self._get(self._call("poll", client_id, timeout_s), timeout_s)
+        return updates
+
+    def abort(self, client_id: str, request_id: int, index: int, finish_reason: str) -> None:
+        """End one completion; does not wait for it."""
+        self._call("abort", client_id, request_id, index, finish_reason)
+
+    def forget(self, client_id: str) -> None:
+        """End all that this caller has running; does not wait for it."""
+        if self._actor is not None:
+            self._call("forget", client_id)
+
+    def stats(self) -> SchedulerStats:
+        """Counts and load of the engine's scheduler."""
+        stats: SchedulerStats = self._get(self._call("stats"))
+        return stats
+
+    def shutdown(self) -> None:
+        """End the engine: its ranks, its placement group, its driver. May be called twice."""
+        actor, self._actor = self._actor, None
+        if actor is None or not ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):
+            ray.get(actor.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self._actor is None:
+            raise EngineClosedError("the engine has been shut down: make a new LLM")
+        return getattr(self._actor, method).remote(*args)
+
+    def _get(self, ref: Any, extra_s: float = 0.0) -> Any:
+        try:
+            return ray.get(ref, timeout=_CALL_TIMEOUT_S + extra_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise EngineError(f"the driver failed: {error}") from error
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"the driver actor died: {error}") from error
+        except ray.exceptions.GetTimeoutError:
+            raise EngineError(f"the driver actor did not answer within {_CALL_TIMEOUT_S + extra_s:g} s") from None

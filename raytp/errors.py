@@ -1,0 +1,75 @@
+"""Every exception that raytp raises for its users.
+
+RaytpError
+├── RequestError          one request cannot be served; also a ValueError
+├── ConfigError           a setting is out of range; also a ValueError
+├── ModelNotFoundError    no model where one was asked for
+├── UnsupportedModelError the checkpoint needs what raytp does not implement; also a ValueError
+├── WeightsError          the checkpoint's weights are damaged, incomplete or of another model
+├── KVCacheMemoryError    too little memory is left for the KV cache
+├── RendezvousError       the ranks could not form their process group
+├── ChannelError          the connection between driver and rank could not be made, or broke
+│   └── FrameError        ... or carried something damaged
+└── EngineError           the engine as a whole
+    ├── PlacementError    the cluster does not have what the ranks need
+    ├── StartTimeoutError a step of the start-up passed its deadline
+    ├── StepTimeoutError  a rank did not answer a step in time
+    ├── RankFailedError   a rank raised or died
+    └── EngineClosedError the engine has been shut down
+"""
+
+from __future__ import annotations
+
+from scheduler.errors import ConfigError, RaytpError, RequestError
+from workers.errors import (
+    ChannelError,
+    FrameError,
+    KVCacheMemoryError,
+    ModelNotFoundError,
+    RendezvousError,
+    UnsupportedModelError,
+    WeightsError,
+)
+
+__all__ = [
+    "ChannelError",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineError",
+    "FrameError",
+    "KVCacheMemoryError",
+    "ModelNotFoundError",
+    "PlacementError",
+    "RankFailedError",
+    "RaytpError",
+    "RendezvousError",
+    "RequestError",
+    "StartTimeoutError",
+    "StepTimeoutError",
+    "UnsupportedModelError",
+    "WeightsError",
+]
+
+
+class EngineError(RaytpError):
+    """The engine as a whole cannot go on."""
+
+
+class PlacementError(EngineError):
+    """The cluster did not give the ranks what they need in time; the message says what was asked and what there is."""
+
+
+class StartTimeoutError(EngineError):
+    """A step of the start-up passed its deadline."""
+
+
+class StepTimeoutError(EngineError):
+    """A rank did not take or answer a step within the deadline."""
+
+
+class RankFailedError(EngineError):
+    """A rank raised or died; the message carries what each rank had to say."""
+
+
+class EngineClosedError(EngineError):
+    """The engine has been shut down."""

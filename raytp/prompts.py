@@ -1,0 +1,62 @@
+"""Turns what callers hand over as prompts into token ids, each checked by itself. Called by `raytp.llm`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raytp.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+from scheduler.step import IntArray
+
+Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    is_one = bool(items) and all(isinstance(item, (int, np.integer)) for item in items)
+    return [items] if is_one else items
+
+
+def as_conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation or many, as a list. A list of messages is one conversation."""
+    items: list[Any] = list(messages)
+    return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> IntArray:
+    """(n,) int32 token ids of a prompt that is text or ids. Raises RequestError that says what is wrong with it."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("the prompt is an empty string: it must have at least one token")
+        return require_tokenizer(tokenizer).encode(prompt)
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray)):
+        raise RequestError(f"a prompt must be a str or a list of token ids, not {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise RequestError("the prompt is an empty list: it must have at least one token")
+    for token_id in prompt:
+        if not isinstance(token_id, (int, np.integer)) or isinstance(token_id, bool):
+            raise RequestError(f"the prompt holds {token_id!r}: token ids are integers")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"token id {token_id} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+    return np.array(prompt, dtype=np.int32)
+
+
+def encode_conversation(
+    messages: Conversation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]
+) -> IntArray:
+    """(n,) int32 token ids of a chat, up to where the answer begins. Raises RequestError."""
+    return require_tokenizer(tokenizer).encode_chat(messages, **template_kwargs)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, or a RequestError if the model came without one."""
+    if tokenizer is None:
+        raise RequestError("the model has no tokenizer: give token ids instead of text")
+    return tokenizer

@@ -1,0 +1,173 @@
+"""All rank actors of one engine: placed, started in order, connected, and killed together.
+
+Owns the placement group and the actor handles. Called by `raytp.driver`; hands the step loop a `Transport` and keeps
+out of it. Next hop of a request: `raytp.transport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raytp.config import EngineConfig
+from raytp.errors import PlacementError, RankFailedError, StartTimeoutError
+from raytp.placement import describe_shortage
+from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
+from raytp.ray_transport import RayTransport
+from raytp.transport import SocketTransport, Transport
+from workers.channel import Listener
+from workers.config import LoadReport, NodeInfo, WorkerConfig, WorkerStatus
+
+StatusCallback = Callable[[str, float], None]
+
+
+class RankGroup:
+    """One epoch's ranks. `start` builds everything or nothing; `close` leaves no actor and no placement group."""
+
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, epoch: int) -> None:
+        self._config = config
+        self._worker_config = worker_config
+        self._epoch = epoch
+        self._key = secrets.token_bytes(32)
+        self._placement_group: PlacementGroup | None = None
+        self._ranks: list[Any] = []
+        self._run_refs: list[Any] = []
+        self.nodes: list[NodeInfo] = []
+
+    def start(self, on_status: StatusCallback) -> tuple[Transport, list[LoadReport]]:
+        """Place, spawn, join, load, agree on the pool's size, and connect.
+
+        Raises EngineError, or whatever a rank raised, after taking down what had been built.
+        """
+        try:
+            on_status("waiting for resources", 0.0)
+            self._place()
+            on_status("starting ranks", 0.0)
+            self._spawn()
+            on_status("joining", 0.0)
+            self._join()
+            on_status("loading weights", 0.0)
+            reports = self._load(on_status)
+            on_status("allocating the KV cache", 1.0)
+            num_kv_blocks = min(report.num_kv_blocks for report in reports)
+            self._wait([rank.allocate.remote(num_kv_blocks) for rank in self._ranks], "allocating the KV cache")
+            return self._connect(), reports
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill every rank and give the resources back; may be called at any time, and twice."""
+        for rank in self._ranks:
+            with contextlib.suppress(Exception):
+                ray.kill(rank, no_restart=True)
+        self._ranks = []
+        if self._placement_group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._placement_group)
+            self._placement_group = None
+
+    def wait_for_exit(self, timeout_s: float) -> None:
+        """After the transport's close: give the ranks a moment to end by themselves."""
+        if self._run_refs:
+            with contextlib.suppress(Exception):
+                ray.wait(self._run_refs, num_returns=len(self._run_refs), timeout=timeout_s)
+
+    @property
+    def names(self) -> list[str]:
+        """What to call each rank in a message."""
+        return [f"rank {rank} (pid {node.pid} on {node.hostname})" for rank, node in enumerate(self.nodes)]
+
+    def _place(self) -> None:
+        resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
+        bundles = [{resource: 1.0}] * self._worker_config.world_size
+        self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy)
+        if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
+            raise PlacementError(
+                describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
+            )
+
+    def _spawn(self) -> None:
+        assert self._placement_group is not None
+        actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)  # type: ignore[call-overload]
+        on_gpu = self._worker_config.device == "cuda"
+        for rank in range(self._worker_config.world_size):
+            strategy = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=rank)
+            options = actor_class.options(
+                num_cpus=0 if on_gpu else 1,
+                num_gpus=1 if on_gpu else 0,
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            self._ranks.append(options.remote(self._worker_config, rank, self._epoch))
+        self.nodes = self._wait([rank.node_info.remote() for rank in self._ranks], "starting the rank actors")
+
+    def _join(self) -> None:
+        host = self.nodes[0].node_ip
+        port = 0
+        if self._worker_config.world_size > 1:
+            (port,) = self._wait([self._ranks[0].open_rendezvous.remote(host)], "opening the rendezvous")
+        joins = [rank.join.remote(host, port, node.node_ip) for rank, node in zip(self._ranks, self.nodes, strict=True)]
+        self._wait(joins, "joining the process group")
+
+    def _load(self, on_status: StatusCallback) -> list[LoadReport]:
+        def report_slowest() -> None:
+            with contextlib.suppress(Exception):
+                refs = [rank.status.remote() for rank in self._ranks]
+                statuses: list[WorkerStatus] = ray.get(refs, timeout=1.0)
+                on_status("loading weights", min(status.fraction for status in statuses))
+
+        refs = [rank.load.remote() for rank in self._ranks]
+        return self._wait(refs, "loading weights", on_wait=report_slowest)
+
+    def _connect(self) -> Transport:
+        timeout_s = self._config.step_timeout_s
+        if self._config.transport == "ray":
+            return RayTransport(self._ranks, self.names, self._epoch, timeout_s)
+        context = ray.get_runtime_context()
+        is_local = [node.node_id == context.get_node_id() for node in self.nodes]
+        listener = Listener(self._key, self._epoch, None if all(is_local) else ray.util.get_node_ip_address())
+        for rank, local in zip(self._ranks, is_local, strict=True):
+            address = listener.local_address if local else listener.remote_address
+            self._run_refs.append(rank.run.remote(address, self._key))
+        connections = listener.accept_ranks(len(self._ranks), self._config.startup_timeout_s)
+        return SocketTransport(connections, self.names, self._epoch, timeout_s)
+
+    def _wait(self, refs: list[Any], what: str, on_wait: Callable[[], None] | None = None) -> list[Any]:
+        """The values of one call on each of the first len(refs) ranks. The first failure ends the wait."""
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        pending = refs
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=0.2, fetch_local=False)
+            for ref in done:
+                self._raise_failure(ref, refs.index(ref), what)
+            if pending and time.monotonic() > deadline:
+                late = ", ".join(self._name(refs.index(ref)) for ref in pending)
+                raise StartTimeoutError(
+                    f"{what} took longer than startup_timeout_s={self._config.startup_timeout_s:g}; waiting for {late}"
+                )
+            if on_wait is not None:
+                on_wait()
+        return [ray.get(ref) for ref in refs]
+
+    def _raise_failure(self, ref: Any, rank: int, what: str) -> None:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, Exception):
+                raise cause from error
+            raise RankFailedError(f"{self._name(rank)} raised while {what}:\n{error}") from error
+        except ray.exceptions.RayActorError as error:
+            raise RankFailedError(f"{self._name(rank)} died while {what}: {error}") from error
+
+    def _name(self, rank: int) -> str:
+        return self.names[rank] if self.nodes else f"rank {rank}"

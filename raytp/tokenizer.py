@@ -1,0 +1,197 @@
+"""Text to token ids and back: the checkpoint's own tokenizer, and incremental detokenization with stop strings.
+
+Owns the only use of transformers in this package, and imports it only when a tokenizer is loaded: that takes seconds.
+Must not know of requests, engines or Ray. Called in the caller's process by `raytp.llm`, before ids go to the driver
+actor and after they come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.errors import RequestError
+from workers.errors import ModelNotFoundError
+
+Message = Mapping[str, Any]
+"""One turn of a chat: "role" and "content", and what else the model's template reads."""
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face directory. Picklable."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self.vocab_size = len(hf_tokenizer)
+        """Tokens with added ones; the model's vocabulary V may be larger."""
+        self.eos_token_id: int | None = hf_tokenizer.eos_token_id
+        added = hf_tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self._end_id = max(hf_tokenizer.get_vocab().values()) + 1
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Load from the directory `path`, never from the network.
+
+        Raises:
+            ModelNotFoundError: the directory holds no tokenizer, or a damaged one.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
+        except Exception as error:  # tokenizers raises a bare Exception for a damaged file
+            raise ModelNotFoundError(
+                f"no tokenizer can be loaded from {path} ({error}): it needs tokenizer.json and tokenizer_config.json"
+            ) from error
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Ids of `text`, (T,), with the special tokens that the tokenizer itself puts around a text."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> NDArray[np.int32]:
+        """Ids of a chat through the model's own template, (T,), up to where the assistant's answer begins.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        if self._hf.chat_template is None:
+            raise RequestError("the model has no chat template: use generate() with a prompt in the form it expects")
+        _check_messages(messages)
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
+        return self._encode(text, add_special_tokens=False)  # the template has written them all
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"character {error.start} of the prompt is half a surrogate pair: not text") from error
+        ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return np.asarray(ids, dtype=np.int32)
+
+    def has_text(self, token_id: int) -> bool:
+        """False for the ids that `decode` leaves out: special ones, and those that no token has."""
+        return token_id < self._end_id and token_id not in self._special_ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of `token_ids` without special tokens; ids that no token has (a padded vocabulary) are left out."""
+        ids = [int(i) for i in token_ids]
+        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """Templates render a missing role or content as nothing, and the model answers something else."""
+    if not messages:
+        raise RequestError("a chat needs at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise RequestError(f'message {i} is {message!r}: it must be {{"role": ..., "content": ...}}')
+
+
+class IncrementalDetokenizer:
+    """Text of one growing sequence of token ids, given out as soon as it can no longer change.
+
+    A window of the last tokens is decoded again with each new one, and the new text is what the window's text has
+    grown by. Only the last character can still change: an unfinished UTF-8 sequence decodes to one U+FFFD at the end.
+    The window is cut back when it is full, so the cost of a token does not depend on the length of the text.
+
+    Once a stop string is complete, `stopped_by` names it and later tokens are ignored.
+    """
+
+    # UTF-8 decoding falls into step within 4 bytes, hence tokens, of wherever a window begins; decoders that treat the
+    # first token of a text specially need one more.
+    _NUM_KEPT = 6
+    _NUM_MAX = 16
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self.stopped_by: str | None = None
+        self.num_tokens = 0
+        """Tokens consumed, up to and including the one that completed the stop string."""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._max_stop_length = max(map(len, stop), default=0)
+        self._window: list[int] = []
+        self._num_window_chars = 0  # of the window's text, those already taken
+        self._tail = ""  # text taken but held back: it may be the beginning of a stop string
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text given out so far: the stop string, and what is still held back, are not in it."""
+        return "".join(self._pieces)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens, and return the text that became final."""
+        emitted = []
+        for token_id in token_ids:
+            if self.stopped_by is not None:
+                break
+            self.num_tokens += 1
+            emitted.append(self._release(self._decode_next(int(token_id))))
+        return self._emit("".join(emitted))
+
+    def finish(self) -> str:
+        """There are no more tokens: return the text that was held back."""
+        if self.stopped_by is not None:
+            return ""
+        rest = self._tokenizer.decode(self._window)[self._num_window_chars :]
+        released = self._release(rest)
+        if self.stopped_by is None:
+            released, self._tail = released + self._tail, ""
+        self._window, self._num_window_chars = [], 0
+        return self._emit(released)
+
+    def _emit(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def _decode_next(self, token_id: int) -> str:
+        """The text that `token_id` makes certain."""
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        end = _num_certain_chars(text)
+        new_text = text[self._num_window_chars : end]
+        self._num_window_chars = max(self._num_window_chars, end)
+        if len(self._window) >= self._NUM_MAX:
+            del self._window[: -self._NUM_KEPT]
+            self._num_window_chars = _num_certain_chars(self._tokenizer.decode(self._window))
+        return new_text
+
+    def _release(self, new_text: str) -> str:
+        """The part of the held-back text and `new_text` that cannot belong to a stop string; finds complete ones."""
+        if not self._stop:
+            return new_text
+        text, self._tail = self._tail + new_text, ""
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:  # the one that was complete first; of those, the longest
+            _, start, self.stopped_by = min(found)
+            return text[:start]
+        num_held = self._count_possible_stop_chars(text)
+        cut = len(text) - num_held
+        self._tail = text[cut:]
+        return text[:cut]
+
+    def _count_possible_stop_chars(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(self._max_stop_length - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+def _num_certain_chars(text: str) -> int:
+    return len(text) - text.endswith("\N{REPLACEMENT CHARACTER}")

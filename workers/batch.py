@@ -1,0 +1,106 @@
+"""Turns a step into the tensors that the model runs on, with array operations only.
+
+Owns the slots' state on the device: their block tables and their last sampled tokens. Everything a step brings is
+packed into one int32 buffer and copied once. Called by `workers.model_runner`; knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.step import TOKEN_ON_DEVICE, IntArray, Step
+from workers.layers.attention import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's inputs: T tokens, S rows, N of them sampled."""
+
+    input_ids: Tensor
+    """(T,) int64."""
+    positions: Tensor
+    """(T,) int64, index of each token in its sequence."""
+    metadata: AttentionMetadata
+    last_token_indices: Tensor
+    """(N,) int64, index among the T tokens of each sampled row's last one."""
+    sampled_slots: Tensor
+    """(N,) int64."""
+
+
+class SlotState:
+    """What the ranks remember of each slot between steps."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        max_num_blocks = -(-max_model_len // block_size)
+        self._block_tables = torch.zeros((max_num_seqs, max_num_blocks), dtype=torch.int32, device=device)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def prepare(self, step: Step) -> Batch:
+        """Apply the step's changes to the block tables, and lay out its inputs."""
+        counts, seq_lens = step.num_scheduled_tokens, step.seq_lens
+        ends = np.cumsum(counts, dtype=np.int32)
+        row_of_token = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        positions = np.arange(ends[-1], dtype=np.int32) + (seq_lens - ends)[row_of_token]
+        sampled = np.flatnonzero(step.samples)
+        columns = [
+            step.token_ids,
+            positions,
+            step.slots[row_of_token],
+            np.concatenate(([0], ends)),
+            seq_lens,
+            step.slots,
+            ends[sampled] - 1,
+            step.slots[sampled],
+            self._changed_entries(step),
+            step.block_ids,
+        ]
+        on_device = self._to_device(columns)
+        token_ids, device_positions, token_slots, cu_seqlens_q, device_seq_lens, slots, last, sampled_slots = on_device[
+            :8
+        ]
+        changed_entries, block_ids = on_device[8:]
+        self._block_tables.view(-1)[changed_entries.long()] = block_ids
+        max_seqlen_k = int(seq_lens.max())
+        positions_64, token_slots_64 = device_positions.long(), token_slots.long()
+        return Batch(
+            input_ids=torch.where(token_ids == TOKEN_ON_DEVICE, self._last_tokens[token_slots_64], token_ids),
+            positions=positions_64,
+            metadata=AttentionMetadata(
+                slot_mapping=self._slot_mapping(token_slots_64, positions_64),
+                cu_seqlens_q=cu_seqlens_q,
+                seq_lens=device_seq_lens,
+                block_tables=self._block_tables[slots.long(), : -(-max_seqlen_k // self._block_size)],
+                max_seqlen_q=int(counts.max()),
+                max_seqlen_k=max_seqlen_k,
+            ),
+            last_token_indices=last.long(),
+            sampled_slots=sampled_slots.long(),
+        )
+
+    def remember(self, batch: Batch, token_ids: Tensor) -> None:
+        """Keep the (N,) ids that a step sampled, for the steps that continue them."""
+        self._last_tokens[batch.sampled_slots] = token_ids
+
+    def _changed_entries(self, step: Step) -> IntArray:
+        """(sum of block_counts,) indices into the flattened block tables, one for each of `step.block_ids`."""
+        firsts = step.block_slots * self._block_tables.shape[1] + step.block_starts
+        ends = np.cumsum(step.block_counts, dtype=np.int32)
+        return np.repeat(firsts - (ends - step.block_counts), step.block_counts) + np.arange(
+            len(step.block_ids), dtype=np.int32
+        )
+
+    def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
+        blocks = self._block_tables[token_slots, positions // self._block_size]
+        return blocks * self._block_size + (positions % self._block_size).int()
+
+    def _to_device(self, columns: list[IntArray]) -> list[Tensor]:
+        packed = torch.from_numpy(np.concatenate(columns, dtype=np.int32, casting="same_kind"))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return list(packed.split([len(column) for column in columns]))

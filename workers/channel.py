@@ -1,0 +1,174 @@
+"""One authenticated stream connection for each rank: the rank opens it, the driver accepts it.
+
+Python's `multiprocessing.connection` gives the length framing and the HMAC challenge in both directions; the key is
+made for one engine and handed over by Ray. The driver listens on a Unix socket for ranks of its own node and on TCP, on
+the node's own address, for the others. Until a peer has proved that it has the key, every wait on it is bounded; what
+it sends is never unpickled. Called by `raytp.transport` and `workers.worker`; knows nothing of what frames mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+
+from workers.errors import ChannelError, FrameError
+from workers.frames import HELLO, Frame, FrameDecoder, encode
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_HANDSHAKES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where the driver listens: a Unix socket's path, or a host and a port."""
+
+    path: str | None = None
+    host: str | None = None
+    port: int = 0
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+def connect(address: ChannelAddress, key: bytes, epoch: int, rank: int, timeout_s: float) -> Connection:
+    """The rank's end. Raises ChannelError if the driver cannot be reached or does not have the key."""
+    try:
+        if address.path is not None:
+            raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            raw.settimeout(timeout_s)
+            raw.connect(address.path)
+        else:
+            raw = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    except OSError as error:
+        here = socket.gethostname()
+        raise ChannelError(f"rank {rank} on {here} cannot reach the driver at {address}: {error}") from error
+    connection = _wrap(raw, timeout_s)
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except (OSError, EOFError, AuthenticationError) as error:
+        connection.close()
+        raise ChannelError(f"rank {rank}: handshake with the driver at {address} failed: {error}") from error
+    connection.send_bytes(encode(Frame(epoch, 0, HELLO, rank)))
+    set_timeouts(connection, receive_s=0, send_s=0)
+    return connection
+
+
+def set_timeouts(connection: Connection, *, receive_s: float, send_s: float) -> None:
+    """Bound each wait of a connection, in seconds; 0 waits for ever. A wait that is over raises BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(receive_s))
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
+
+
+class Listener:
+    """The driver's end: waits until every rank of one epoch has connected and proved itself."""
+
+    def __init__(self, key: bytes, epoch: int, host: str | None) -> None:
+        """Listens on a Unix socket, and on TCP at `host` if one is given."""
+        self._key = key
+        self._epoch = epoch
+        self._folder = tempfile.mkdtemp(prefix="raytp-")
+        self.local_address = ChannelAddress(path=str(Path(self._folder, "ranks")))
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind(self.local_address.path or "")
+        self._sockets = [unix]
+        self.remote_address: ChannelAddress | None = None
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            tcp = socket.socket(family, socket.SOCK_STREAM)
+            tcp.bind((host, 0))
+            self._sockets.append(tcp)
+            self.remote_address = ChannelAddress(host=host, port=tcp.getsockname()[1])
+        self._arrived: dict[int, Connection] = {}
+        self._condition = threading.Condition()
+        self._closed = False
+        self._slots = threading.Semaphore(_MAX_HANDSHAKES)
+        for raw in self._sockets:
+            raw.listen(128)
+            threading.Thread(target=self._accept_loop, args=(raw,), name="raytp-accept", daemon=True).start()
+
+    def accept_ranks(self, num_ranks: int, timeout_s: float) -> list[Connection]:
+        """One connection for each rank, in rank order; stops listening. Raises ChannelError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            with self._condition:
+                while len(self._arrived) < num_ranks:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        missing = sorted(set(range(num_ranks)) - set(self._arrived))
+                        raise ChannelError(
+                            f"ranks {missing} did not connect to {self.local_address} or {self.remote_address} "
+                            f"within {timeout_s:g} s"
+                        )
+                    self._condition.wait(left)
+                return [self._arrived.pop(rank) for rank in range(num_ranks)]
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop listening; connections handed out stay open."""
+        with self._condition:
+            self._closed = True
+            for connection in self._arrived.values():
+                connection.close()
+            self._arrived.clear()
+        for raw in self._sockets:
+            with contextlib.suppress(OSError):
+                raw.shutdown(socket.SHUT_RDWR)  # wakes the accept loop, which close alone does not
+            raw.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept_loop(self, listening: socket.socket) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                raw, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._handshake, args=(raw,), name="raytp-handshake", daemon=True).start()
+
+    def _handshake(self, raw: socket.socket) -> None:
+        connection = _wrap(raw, _HANDSHAKE_TIMEOUT_S)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            hello = FrameDecoder(self._epoch).decode(connection.recv_bytes())
+            if hello.kind != HELLO or not isinstance(hello.body, int):
+                raise FrameError(f"expected a hello, got {hello.kind}")
+        except (OSError, EOFError, AuthenticationError, FrameError):
+            connection.close()  # a stranger, or a rank of an epoch that is over
+            return
+        finally:
+            self._slots.release()
+        with self._condition:
+            if self._closed or hello.body in self._arrived:
+                connection.close()
+                return
+            self._arrived[hello.body] = connection
+            self._condition.notify_all()
+
+
+def _wrap(raw: socket.socket, timeout_s: float) -> Connection:
+    raw.setblocking(True)
+    if raw.family != socket.AF_UNIX:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = Connection(raw.detach())
+    set_timeouts(connection, receive_s=timeout_s, send_s=timeout_s)
+    return connection
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("ll", whole, int((seconds - whole) * 1e6))

@@ -1,0 +1,88 @@
+"""The seam between the attention layer and its backends, and the choice among them at start-up.
+
+Backends are imported when chosen: a CPU engine never pays for importing Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scheduler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from workers.layers.attention import AttentionMetadata
+
+StoreKVCache: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(k, v, k_cache, v_cache, slot_mapping): write each token's key and value into its slot."""
+
+_FLASH_ATTN_2_PAGE = 256
+_HOPPER = 9
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a ragged step over a paged cache that already holds the step's own keys and values."""
+
+    name: str
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D). On a GPU without host synchronisation."""
+        ...
+
+
+def select_backend(
+    name: str, device: torch.device, block_size: int, dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """The backend called `name` (flash_attn_3, flash_attn or torch), or with "auto" the fastest that runs here.
+
+    `dtype` is the model's, if known: flash-attn has no float32. Raises ConfigError if a backend that was asked for by
+    name cannot run.
+    """
+    if name == "auto":
+        fastest_first = ("flash_attn_3", "flash_attn")
+        name = next((each for each in fastest_first if _obstacle(each, device, block_size, dtype) is None), "torch")
+    obstacle = _obstacle(name, device, block_size, dtype)
+    if obstacle is not None:
+        raise ConfigError(f"attention backend {name!r} cannot be used: {obstacle}; use 'auto' or 'torch'")
+    if name == "torch":
+        from workers.kernels.reference import TorchAttention
+
+        return TorchAttention()
+    from workers.kernels.flash import FlashAttention2, FlashAttention3
+
+    return FlashAttention3() if name == "flash_attn_3" else FlashAttention2()
+
+
+def select_store(device: torch.device) -> StoreKVCache:
+    """The Triton kernel on a GPU, plain torch elsewhere."""
+    if device.type == "cuda":
+        from workers.kernels.store_kvcache import store_kvcache
+
+        return store_kvcache
+    from workers.kernels.reference import store_kvcache_torch
+
+    return store_kvcache_torch
+
+
+def _obstacle(name: str, device: torch.device, block_size: int, dtype: torch.dtype | None) -> str | None:
+    """Why backend `name` cannot run here, None if it can."""
+    if name == "torch":
+        return None
+    if name not in ("flash_attn_3", "flash_attn"):
+        return "it is none of 'auto', 'flash_attn_3', 'flash_attn', 'torch'"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type!r}"
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    module = "flash_attn_interface" if name == "flash_attn_3" else "flash_attn"
+    if importlib.util.find_spec(module) is None:
+        return f"the package that provides {module!r} is not installed"
+    if name == "flash_attn_3" and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return "it runs on Hopper GPUs only"
+    if name == "flash_attn" and block_size % _FLASH_ATTN_2_PAGE:
+        return f"it needs a block_size that is a multiple of {_FLASH_ATTN_2_PAGE}, not {block_size}"
+    return None

@@ -1,0 +1,76 @@
+"""FlashAttention behind the backend interface: version 3 (Hopper) and the `flash_attn` 2.x package.
+
+Imported only when one of them was chosen. Both read the paged cache in place, and align the causal mask to the last
+key, as a step needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from workers.layers.attention import AttentionMetadata
+
+
+class FlashAttention3:
+    """One call serves decode, chunked prefill and mixed steps, with any block size."""
+
+    name = "flash_attn_3"
+
+    def __init__(self) -> None:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        self._attend = flash_attn_with_kvcache
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        return self._attend(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_tables,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_seqlen_q,
+            softmax_scale=scale,
+            causal=True,
+        )
+
+
+class FlashAttention2:
+    """Decode-only steps use the split-key kernel, others the ragged one; block sizes are multiples of 256."""
+
+    name = "flash_attn"
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._attend_ragged = flash_attn_varlen_func
+        self._attend_decode = flash_attn_with_kvcache
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        if metadata.max_seqlen_q == 1:
+            return self._attend_decode(
+                q.unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=metadata.seq_lens,
+                block_table=metadata.block_tables,
+                softmax_scale=scale,
+                causal=True,
+            ).squeeze(1)
+        return self._attend_ragged(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=F.pad(metadata.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=metadata.block_tables,
+        )

@@ -1,0 +1,191 @@
+"""The decoder that all supported architectures share, as this rank's shard of it.
+
+    hidden = embed(ids)
+    each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
+    logits = head(norm(hidden))
+
+Attention and MLP are each a column-parallel layer, then a row-parallel one whose sum over the ranks is the only
+communication. Modules are named as in the checkpoint. Called by the model runner; the weights come from
+`workers.weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.kernels.attention import AttentionBackend
+from workers.kv_cache import KVCache
+from workers.layers.attention import Attention, AttentionMetadata
+from workers.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from workers.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from workers.layers.norm import RMSNorm
+from workers.layers.parameter import CheckpointModule, CheckpointSlice, ParameterFactory
+from workers.layers.rotary import RotaryEmbedding, apply_rotary
+from workers.model_config import ModelConfig
+from workers.parallel import TensorParallel
+from workers.shard_plan import RankShard, Span
+
+
+class SelfAttention(nn.Module):
+    """(T, hidden) -> (T, hidden), over this rank's H query and K kv heads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: RankShard,
+        tp: TensorParallel,
+        backend: AttentionBackend,
+        new_parameter: ParameterFactory,
+    ) -> None:
+        super().__init__()
+        hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        self.head_dim = head_dim
+        self.num_heads = [shard.q_heads.size, shard.kv_heads.size, shard.kv_heads.size]
+        self.qkv_proj = QKVParallelLinear(
+            hidden, heads, config.num_key_value_heads, head_dim, shard, config.qkv_bias, new_parameter
+        )
+        inputs = Span(shard.q_heads.start * head_dim, shard.q_heads.size * head_dim)
+        self.o_proj = RowParallelLinear(
+            heads * head_dim, hidden, inputs, config.attention_output_bias, tp, new_parameter
+        )
+        self.has_qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, new_parameter)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, new_parameter)
+        self.attention = Attention(head_dim, backend, new_parameter.device)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        kv_cache_layer: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
+        return self.o_proj(self.attention(q, k, v, kv_cache_layer, metadata).flatten(1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> (T, hidden)."""
+
+    def __init__(
+        self, config: ModelConfig, shard: RankShard, tp: TensorParallel, new_parameter: ParameterFactory
+    ) -> None:
+        super().__init__()
+        hidden, columns, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = ("gate_proj", "up_proj")
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, columns, names, shard.intermediate, bias, new_parameter)
+        self.down_proj = RowParallelLinear(columns, hidden, shard.intermediate, bias, tp, new_parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: RankShard,
+        tp: TensorParallel,
+        backend: AttentionBackend,
+        new_parameter: ParameterFactory,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
+        self.self_attn = SelfAttention(config, shard, tp, backend, new_parameter)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
+        self.mlp = MLP(config, shard, tp, new_parameter)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: tuple[Tensor, Tensor],
+        kv_cache_layer: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """The last sublayer's output stays apart from the residual stream: the next norm adds them in one go."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos_sin, kv_cache_layer, metadata)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Token ids to normalised hidden states."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: RankShard,
+        tp: TensorParallel,
+        backend: AttentionBackend,
+        new_parameter: ParameterFactory,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, shard, tp, backend, new_parameter) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, new_parameter.device)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
+        cos_sin = self.rotary.cos_sin(positions)
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, cos_sin, kv_cache.layer(index), metadata)
+        assert residual is not None  # there is at least one layer
+        return self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """One rank's shard of a language model, for inference only: no parameter wants a gradient."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: RankShard,
+        tp: TensorParallel,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        new_parameter = ParameterFactory(dtype, device)
+        self.model = Decoder(config, shard, tp, backend, new_parameter)
+        tied_weight = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter, tied_weight
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        """Run the step's tokens, (T,) ids and (T,) positions, and store their keys and values: (T, hidden)."""
+        return self.model(input_ids, positions, kv_cache, metadata)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """(S, hidden) -> (S, V) on rank 0, None elsewhere. All ranks must call it."""
+        return self.lm_head(hidden)
+
+    def checkpoint_slices(self) -> Iterator[CheckpointSlice]:
+        """Every piece of this shard, and where in the checkpoint it lies."""
+        for name, module in self.named_modules():
+            if module is not self and isinstance(module, CheckpointModule):
+                yield from module.checkpoint_slices(name)

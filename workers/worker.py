@@ -1,0 +1,174 @@
+"""One rank: joins its group, loads its shard, and runs steps until it is told to stop or the driver is gone.
+
+A plain class, which `raytp.rank_actor` makes an actor. Next hop of a request: `workers.model_runner`. Whatever goes
+wrong in a step is answered with one ERROR frame that carries the traceback; the rank is of no use after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+from torch.distributed import Store
+
+from workers.channel import ChannelAddress, connect
+from workers.config import LoadReport, WorkerConfig, WorkerStatus
+from workers.errors import FrameError, ModelNotFoundError
+from workers.frames import (
+    ERROR,
+    RESULT,
+    SHUTDOWN,
+    STEP,
+    ErrorReport,
+    Frame,
+    FrameDecoder,
+    encode,
+    error_body,
+    read_step,
+    result_body,
+)
+from workers.model_runner import ModelRunner, StepOutcome
+from workers.parallel import TensorParallel, create_store
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """The methods are called in this order: `open_rendezvous` (rank 0), `join`, `load`, `allocate`,
+    `run` or `execute`. `status` may be called at any time from another thread."""
+
+    def __init__(self, config: WorkerConfig, rank: int, epoch: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._epoch = epoch
+        self._status = WorkerStatus("starting", 0.0)
+        self._store: Store | None = None
+        self._decoder = FrameDecoder(epoch)
+
+    def status(self) -> WorkerStatus:
+        """How far the start-up has come."""
+        return self._status
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0 alone: bind a free port on `host` and keep it open for the others; returns the port."""
+        self._store, port = create_store(host, self._config.world_size, self._config.timeout_s)
+        return port
+
+    def join(self, host: str, port: int, node_ip: str) -> None:
+        """Form the process group with the other ranks. Raises RendezvousError within the deadline."""
+        self._status = WorkerStatus("joining", 0.0)
+        config = self._config
+        self._device = torch.device(config.device)
+        if config.device == "cuda":
+            torch.cuda.set_device(0)
+            self._device = torch.device("cuda", 0)
+        else:
+            torch.set_num_threads(config.num_threads)
+        if config.world_size == 1:
+            self._tp = TensorParallel.single()
+            return
+        self._tp = TensorParallel.connect(
+            rank=self._rank,
+            world_size=config.world_size,
+            host=host,
+            port=port,
+            backend="nccl" if config.device == "cuda" else "gloo",
+            timeout_s=config.timeout_s,
+            store=self._store,
+            device=self._device,
+            node_ip=node_ip,
+        )
+
+    def load(self) -> LoadReport:
+        """Load the shard; returns what was measured, the number of KV-cache blocks that would fit among it."""
+        self._status = WorkerStatus("loading weights", 0.0)
+        path = self._config.model_path
+        if not os.path.isdir(path):
+            raise ModelNotFoundError(
+                f"rank {self._rank} finds no folder {path} on its node {socket.gethostname()}: put the model where "
+                f"every node can read it, on a shared file system say"
+            )
+        self._runner = ModelRunner(self._config, self._tp, self._device)
+        return self._runner.load(lambda fraction: setattr(self, "_status", WorkerStatus("loading weights", fraction)))
+
+    def allocate(self, num_kv_blocks: int) -> None:
+        """Make the KV-cache pool."""
+        self._status = WorkerStatus("allocating the KV cache", 1.0)
+        self._runner.allocate(num_kv_blocks)
+        self._status = WorkerStatus("ready", 1.0)
+
+    def run(self, address: ChannelAddress, key: bytes) -> None:
+        """Run the steps that arrive on a connection to the driver, until SHUTDOWN or the connection's end."""
+        connection = connect(address, key, self._epoch, self._rank, self._config.timeout_s)
+        outcomes: queue.SimpleQueue[StepOutcome | None] = queue.SimpleQueue()
+        answering = threading.Thread(target=self._answer, args=(connection, outcomes), name="raytp-answer", daemon=True)
+        answering.start()
+        try:
+            while (frame := self._receive(connection)) is not None:
+                outcome = self._runner.execute(read_step(frame))
+                if outcome is not None:
+                    outcomes.put(outcome)
+        except Exception as error:
+            self._send_error(connection, error)
+        finally:
+            outcomes.put(None)
+            answering.join(timeout=self._config.timeout_s)
+            connection.close()
+
+    def execute(self, data: bytes) -> bytes | None:
+        """Run one frame and return the answer, for the transport that uses plain actor calls."""
+        try:
+            outcome = self._runner.execute(read_step(self._decoder.decode(data)))
+            return None if outcome is None else self._encode_outcome(outcome)
+        except Exception as error:
+            return self._encode_error(error)
+
+    def _receive(self, connection: Connection) -> Frame | None:
+        """The next step's frame; None when there will be no more."""
+        try:
+            data = connection.recv_bytes()
+        except (EOFError, OSError):
+            logger.info("rank %d: the driver has closed the connection", self._rank)
+            return None
+        frame = self._decoder.decode(data)
+        if frame.kind not in (STEP, SHUTDOWN):
+            raise FrameError(f"a rank cannot do anything with a frame of kind {frame.kind}")
+        return frame if frame.kind == STEP else None
+
+    def _answer(self, connection: Connection, outcomes: queue.SimpleQueue[StepOutcome | None]) -> None:
+        """Send results as the device finishes them, while the next step is being queued."""
+        try:
+            while (outcome := outcomes.get()) is not None:
+                connection.send_bytes(self._encode_outcome(outcome))
+        except OSError:
+            logger.info("rank %d: the driver does not take results any more", self._rank)
+        except Exception as error:
+            self._send_error(connection, error)
+
+    def _encode_outcome(self, outcome: StepOutcome) -> bytes:
+        result = outcome.wait()
+        return encode(Frame(self._epoch, result.step_id, RESULT, result_body(result)))
+
+    def _encode_error(self, error: Exception) -> bytes:
+        report = ErrorReport(
+            rank=self._rank,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            type=type(error).__name__,
+            message=str(error),
+            traceback=traceback.format_exc(),
+        )
+        logger.error("rank %d failed: %s", self._rank, report.traceback)
+        return encode(Frame(self._epoch, 0, ERROR, error_body(report)))
+
+    def _send_error(self, connection: Connection, error: Exception) -> None:
+        try:
+            connection.send_bytes(self._encode_error(error))
+        except OSError:
+            logger.info("rank %d: the driver is gone before it could hear of the failure", self._rank)
