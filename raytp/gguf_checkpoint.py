@@ -259,7 +259,7 @@ def _read_float32(tensor: ReaderTensor) -> NDArray[np.float32]:
 def _separate_rotary_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
     """(H*D, ...) with the two rotary halves of each head interleaved to (H*D, ...) with one after the other."""
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+    return np.asarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
 def _encode(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
@@ -267,7 +267,8 @@ def _encode(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     if dtype != "bfloat16":
         return values.astype(dtype)
     bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.asarray(rounded >> np.uint32(16), dtype=np.uint16)
 
 
 def _write_safetensors(

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from scheduler.step import IntArray
 from scheduler.updates import SchedulerStats
 from workers.config import WorkerConfig
 from workers.model_config import ModelConfig, load_generation_config, load_model_config
+from workers.shard_plan import plan_shards
 
 _POLL_S = 1.0
 _PAUSE_S = 0.02
@@ -131,7 +132,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
-    ) -> Iterator[OutputChunk]:
+    ) -> Generator[OutputChunk, None, None]:
         """Complete one prompt, piece by piece; closing the iterator ends the request.
 
         Raises RequestError and EngineError.
@@ -147,7 +148,7 @@ class LLM:
         *,
         cache_salt: str = "",
         **template_kwargs: Any,
-    ) -> Iterator[OutputChunk]:
+    ) -> Generator[OutputChunk, None, None]:
         """Answer one conversation, piece by piece; see `chat` and `stream`."""
         sampling = self._resolve(sampling_params or SamplingParams())
         return self._stream(
@@ -190,6 +191,7 @@ class LLM:
 
     def _run(self, num_requests: int, job: Any, cache_salt: str) -> list[RequestOutput]:
         """Keep the engine's queue full until every request has its output."""
+        _check_salt(cache_salt)
         batch = _Batch(self._driver, num_requests, cache_salt, window=max(1024, 4 * self.info.max_num_seqs))
         try:
             with ProgressBar("generating", self._show_progress) as bar:
@@ -215,12 +217,13 @@ class LLM:
         if requests:
             self._driver.submit(batch.client_id, requests)
 
-    def _stream(self, job: Job, cache_salt: str) -> Iterator[OutputChunk]:
+    def _stream(self, job: Job, cache_salt: str) -> Generator[OutputChunk, None, None]:
+        _check_salt(cache_salt)
         if job[2].n != 1:
             raise RequestError(f"n={job[2].n}: a stream has one completion; use generate() for more")
         return self._stream_chunks(job, cache_salt)
 
-    def _stream_chunks(self, job: Job, cache_salt: str) -> Iterator[OutputChunk]:
+    def _stream_chunks(self, job: Job, cache_salt: str) -> Generator[OutputChunk, None, None]:
         collector = self._collector(job, is_stream=True)
         batch = _Batch(self._driver, 1, cache_salt, window=1)
         try:
@@ -320,6 +323,14 @@ class _TokenizerThread:
             self._error = error
 
 
+def _check_salt(cache_salt: str) -> None:
+    """It is hashed as UTF-8. Raises RequestError."""
+    try:
+        cache_salt.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise RequestError(f"cache_salt={cache_salt!r} must be a str without surrogates") from None
+
+
 def _engine_config(tensor_parallel_size: int, options: dict[str, Any]) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
@@ -341,6 +352,14 @@ def _worker_config(config: EngineConfig, model: ModelConfig, path: Path, tokeniz
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {model.max_position_embeddings} positions of the model"
         )
+    # The ranks plan their shards by the same function; here it says early what cannot be split.
+    plan_shards(
+        num_q_heads=model.num_attention_heads,
+        num_kv_heads=model.num_key_value_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        world_size=config.tensor_parallel_size,
+    )
     return WorkerConfig(
         model_path=str(path),
         world_size=config.tensor_parallel_size,
@@ -348,6 +367,7 @@ def _worker_config(config: EngineConfig, model: ModelConfig, path: Path, tokeniz
         dtype=dtype,
         load_format=config.load_format,
         attention_backend=config.attention_backend,
+        enforce_eager=config.enforce_eager,
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         memory_fraction=config.memory_fraction,

@@ -21,6 +21,9 @@ Message = Mapping[str, Any]
 """One turn of a chat: "role" and "content", and what else the model's template reads."""
 
 
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 class Tokenizer:
     """The tokenizer of a Hugging Face directory. Picklable."""
 
@@ -42,11 +45,13 @@ class Tokenizer:
         """
         from transformers import AutoTokenizer
 
+        if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make an empty tokenizer
+            raise ModelNotFoundError(f"{path} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there")
         try:
             return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
         except Exception as error:  # tokenizers raises a bare Exception for a damaged file
             raise ModelNotFoundError(
-                f"no tokenizer can be loaded from {path} ({error}): it needs tokenizer.json and tokenizer_config.json"
+                f"the tokenizer in {path} cannot be loaded ({error}): copy its tokenizer*.json files again"
             ) from error
 
     def encode(self, text: str) -> NDArray[np.int32]:

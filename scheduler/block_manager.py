@@ -74,9 +74,12 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence) -> bool:
         """Whether blocks for every known token of a waiting sequence are there, cached ones included."""
+        num_blocks = self.num_blocks_for(seq.num_tokens)
+        if num_blocks <= self.num_free_blocks:
+            return True
         hits = self._find_cached_blocks(seq)
         num_free_hits = sum(self.blocks[block_id].ref_count == 0 for block_id in hits)
-        return self.num_blocks_for(seq.num_tokens) - len(hits) + num_free_hits <= self.num_free_blocks
+        return num_blocks - len(hits) + num_free_hits <= self.num_free_blocks
 
     def allocate(self, seq: Sequence) -> int:
         """Give a waiting sequence blocks for all its known tokens; returns how many of the tokens are cached.

@@ -71,6 +71,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises RequestError (see `check_admission`)."""
         self.check_admission(seq)
+        seq.max_length = min(seq.max_length, self.config.max_model_len)
         self._sequences[seq.seq_id] = seq
         self.waiting.append(seq)
 
@@ -153,28 +154,38 @@ class Scheduler:
             assert len(seq.block_table) >= self.block_manager.num_blocks_for(seq.num_computed_tokens)
 
     def _schedule_running(self, seq: Sequence, builder: StepBuilder) -> None:
-        if seq.num_pending_tokens and seq.reaches_max_tokens:
+        length = seq.num_tokens + seq.num_pending_tokens
+        if length >= seq.max_length:
             return  # its last token is on its way
-        num_tokens = min(seq.length - seq.num_computed_tokens, builder.token_budget)
+        num_tokens = min(length - seq.num_computed_tokens, builder.token_budget)
         num_wanted = seq.num_computed_tokens + num_tokens
-        while not self.block_manager.can_append(seq, num_wanted):
+        if num_wanted <= len(seq.block_table) * self.config.block_size or self._grow(seq, num_wanted, builder):
+            self._add_row(seq, num_tokens, builder)
+
+    def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
+        """Make room for `num_tokens` of a running sequence, at the cost of the youngest; False if it cannot go on."""
+        if num_tokens > self.config.num_kv_tokens:
+            self._fail_outgrown(seq)
+            return False
+        while not self.block_manager.can_append(seq, num_tokens):
             victim = next(reversed(self.running.values()))
-            if victim is seq and len(self.running) == 1:
-                self._fail_outgrown(seq)
-                return
             self._preempt(victim)
             if victim is seq:
-                return
+                return False
         num_blocks = len(seq.block_table)
-        self.block_manager.may_append(seq, num_wanted)
+        self.block_manager.may_append(seq, num_tokens)
         builder.add_blocks(seq, num_blocks)
-        self._add_row(seq, num_tokens, builder)
+        return True
 
     def _schedule_waiting(self, builder: StepBuilder) -> None:
         while self.waiting and self._free_slots and builder.token_budget > 0:
             seq = self.waiting[0]
-            # A preempted sequence whose last token is still on its way can't be laid out yet.
-            if seq.num_pending_tokens or not self.block_manager.can_allocate(seq):
+            if seq.num_pending_tokens:
+                return  # preempted with its last token still on its way: it can't be laid out yet
+            if seq.num_tokens > self.config.num_kv_tokens:
+                self._fail_outgrown(seq)
+                continue
+            if not self.block_manager.can_allocate(seq):
                 return
             self.waiting.popleft()
             num_cached = self.block_manager.allocate(seq)
@@ -192,36 +203,36 @@ class Scheduler:
         builder.add_row(seq, num_tokens)
         self._num_computed_tokens += num_tokens
         # The step writes keys and values before any of its queries attend, so its own later rows may share them.
-        self.block_manager.hash_blocks(seq)
+        self._hash_new_blocks(seq)
 
     def _append_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         seq.append(token_id)
-        finish_reason = None
-        is_stop = token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.sampling.min_tokens
-        if is_stop:
-            finish_reason = "stop"
-        elif seq.num_output_tokens >= seq.sampling.max_tokens or seq.num_tokens >= self.config.max_model_len:
-            finish_reason = "length"
-        if finish_reason is not None:
-            self._finish(seq, finish_reason, token_id=token_id, logprobs=logprobs, is_stop=is_stop)
-            return
-        self._updates.append(
-            SequenceUpdate(seq.seq_id, token_id, logprobs, num_cached_tokens=seq.num_cached_tokens or 0)
-        )
-        if seq.status is SequenceStatus.RUNNING:
+        if token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.sampling.min_tokens:
+            self._finish(seq, "stop", token_id=token_id, logprobs=logprobs)
+        elif seq.num_tokens >= seq.max_length:
+            self._finish(seq, "length", token_id=token_id, logprobs=logprobs)
+        else:
+            update = SequenceUpdate(seq.seq_id, token_id, logprobs, num_cached_tokens=seq.num_cached_tokens or 0)
+            self._updates.append(update)
+            if seq.status is SequenceStatus.RUNNING:
+                self._hash_new_blocks(seq)
+
+    def _hash_new_blocks(self, seq: Sequence) -> None:
+        """Publish blocks that have become full, known and computed; in most steps there are none."""
+        if min(seq.num_computed_tokens, seq.num_tokens) >= (seq.num_hashed_blocks + 1) * self.config.block_size:
             self.block_manager.hash_blocks(seq)
 
     def _fail_outgrown(self, seq: Sequence) -> None:
-        """A sequence alone in the pool needs a block more than there is."""
+        """The next token of a sequence does not fit the pool, not even alone."""
         if seq.num_pending_tokens:
             return  # it may yet stop with the token on its way
         config = self.config
         self._finish(
             seq,
             "error",
-            error=f"the sequence grew to {seq.num_tokens} tokens and has the KV cache to itself, which holds only "
-            f"{config.num_kv_tokens} ({config.num_kv_blocks} blocks of {config.block_size}): lower max_tokens or give "
-            f"the KV cache more memory",
+            error=f"the sequence grew to {seq.num_tokens} tokens, but the KV cache holds {config.num_kv_tokens} "
+            f"({config.num_kv_blocks} blocks of {config.block_size}): lower max_tokens or give the KV cache more "
+            f"memory",
         )
 
     def _preempt(self, seq: Sequence) -> None:
@@ -238,7 +249,6 @@ class Scheduler:
         *,
         token_id: int | None = None,
         logprobs: TokenLogprobs | None = None,
-        is_stop: bool = False,
         error: str | None = None,
     ) -> None:
         if seq.status is SequenceStatus.RUNNING:
@@ -254,7 +264,7 @@ class Scheduler:
                 token_id,
                 logprobs,
                 finish_reason,
-                stop_token_id=token_id if is_stop else None,
+                stop_token_id=token_id if finish_reason == "stop" else None,
                 error=error,
                 num_cached_tokens=seq.num_cached_tokens or 0,
             )

@@ -35,6 +35,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "has_sampled_in_slot",
+        "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
@@ -59,6 +60,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         self.num_pending_tokens = 0
+        self.max_length = len(prompt) + sampling.max_tokens
+        """Known and pending tokens after which no more are sampled; the scheduler lowers it to `max_model_len`."""
         self.num_computed_tokens = 0
         """Tokens whose keys and values exist or are being written by a step already sent."""
         self.num_cached_tokens: int | None = None
@@ -86,11 +89,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Known generated tokens."""
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def reaches_max_tokens(self) -> bool:
-        """Whether nothing more is to be sampled once the pending tokens are known."""
-        return self.length - self.num_prompt_tokens >= self.sampling.max_tokens
 
     def append(self, token_id: int) -> None:
         """Add one generated token; amortised O(1)."""

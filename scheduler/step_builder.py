@@ -21,10 +21,8 @@ class StepBuilder:
         """Tokens that the step has room for."""
         self.sampled: list[Sequence] = []
         """Sequences whose rows sample, in the order of the rows."""
-        self._slots: list[int] = []
-        self._counts: list[int] = []
-        self._seq_lens: list[int] = []
-        self._samples: list[int] = []
+        self._rows: list[tuple[int, int, int, bool]] = []
+        """(slot, num_scheduled_tokens, seq_len, samples)"""
         self._tokens: list[tuple[int, IntArray]] = []
         self._num_tokens = 0
         self._new_blocks: list[tuple[int, int, list[int]]] = []
@@ -33,7 +31,7 @@ class StepBuilder:
     @property
     def num_rows(self) -> int:
         """Sequences in the step so far."""
-        return len(self._slots)
+        return len(self._rows)
 
     def take_slot(self, seq: Sequence) -> None:
         """The sequence enters the ranks' state: its settings and its whole block table travel with this step."""
@@ -51,14 +49,12 @@ class StepBuilder:
         """Compute the next `num_tokens` of a sequence; advances it past them."""
         assert seq.slot is not None
         assert 0 < num_tokens <= self.token_budget
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        samples = end == seq.length
+        start = seq.num_computed_tokens
+        end = start + num_tokens
+        samples = end == seq.num_tokens + seq.num_pending_tokens
         if not (seq.has_sampled_in_slot and samples and num_tokens == 1):
             self._tokens.append((self._num_tokens, seq.token_ids[start:end]))
-        self._slots.append(seq.slot)
-        self._counts.append(num_tokens)
-        self._seq_lens.append(end)
-        self._samples.append(samples)
+        self._rows.append((seq.slot, num_tokens, end, samples))
         self._num_tokens += num_tokens
         self.token_budget -= num_tokens
         seq.num_computed_tokens = end
@@ -68,16 +64,17 @@ class StepBuilder:
             seq.has_sampled_in_slot = True
 
     def build(self, step_id: int) -> Step:
-        """The step, with arrays of its own."""
+        """The step, with arrays of its own. There must be a row."""
         token_ids = np.full(self._num_tokens, TOKEN_ON_DEVICE, dtype=np.int32)
         for start, tokens in self._tokens:
             token_ids[start : start + len(tokens)] = tokens
+        slots, num_scheduled_tokens, seq_lens, samples = np.ascontiguousarray(np.array(self._rows, dtype=np.int32).T)
         return Step(
             step_id=step_id,
-            slots=_int_array(self._slots),
-            num_scheduled_tokens=_int_array(self._counts),
-            seq_lens=_int_array(self._seq_lens),
-            samples=_int_array(self._samples),
+            slots=slots,
+            num_scheduled_tokens=num_scheduled_tokens,
+            seq_lens=seq_lens,
+            samples=samples,
             token_ids=token_ids,
             block_slots=_int_array([slot for slot, _, _ in self._new_blocks]),
             block_starts=_int_array([start for _, start, _ in self._new_blocks]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.step import FloatArray, IntArray
 
@@ -16,9 +17,8 @@ class TokenLogprobs:
     top: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """News of one sequence: a token, its end, or both."""
+class SequenceUpdate(NamedTuple):
+    """News of one sequence: a token, its end, or both. A tuple, since one is made for every token."""
 
     seq_id: int
     token_id: int | None = None

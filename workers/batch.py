@@ -7,8 +7,10 @@ packed into one int32 buffer and copied once. Called by `workers.model_runner`; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,19 +29,20 @@ class Batch:
     metadata: AttentionMetadata
     last_token_indices: Tensor
     """(N,) int64, index among the T tokens of each sampled row's last one."""
-    sampled_slots: Tensor
-    """(N,) int64."""
 
 
 class SlotState:
     """What the ranks remember of each slot between steps."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
-        self._device = device
-        max_num_blocks = -(-max_model_len // block_size)
-        self._block_tables = torch.zeros((max_num_seqs, max_num_blocks), dtype=torch.int32, device=device)
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.device = device
+        # One slot more than there are sequences: padding rows of a captured step point there.
+        shape = (max_num_seqs + 1, -(-max_model_len // block_size))
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
     def prepare(self, step: Step) -> Batch:
         """Apply the step's changes to the block tables, and lay out its inputs."""
@@ -47,7 +50,6 @@ class SlotState:
         ends = np.cumsum(counts, dtype=np.int32)
         row_of_token = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         positions = np.arange(ends[-1], dtype=np.int32) + (seq_lens - ends)[row_of_token]
-        sampled = np.flatnonzero(step.samples)
         columns = [
             step.token_ids,
             positions,
@@ -55,52 +57,49 @@ class SlotState:
             np.concatenate(([0], ends)),
             seq_lens,
             step.slots,
-            ends[sampled] - 1,
-            step.slots[sampled],
+            ends[np.flatnonzero(step.samples)] - 1,
             self._changed_entries(step),
             step.block_ids,
         ]
-        on_device = self._to_device(columns)
-        token_ids, device_positions, token_slots, cu_seqlens_q, device_seq_lens, slots, last, sampled_slots = on_device[
-            :8
-        ]
-        changed_entries, block_ids = on_device[8:]
-        self._block_tables.view(-1)[changed_entries.long()] = block_ids
+        packed = to_device(np.concatenate(columns, dtype=np.int32, casting="same_kind"), self.device)
+        parts = packed.split([len(column) for column in columns])
+        token_ids, device_positions, token_slots, cu_seqlens_q, device_seq_lens, slots, last = parts[:7]
+        changed_entries, block_ids = parts[7:]
+        self.block_tables.view(-1)[changed_entries.long()] = block_ids
         max_seqlen_k = int(seq_lens.max())
         positions_64, token_slots_64 = device_positions.long(), token_slots.long()
         return Batch(
-            input_ids=torch.where(token_ids == TOKEN_ON_DEVICE, self._last_tokens[token_slots_64], token_ids),
+            input_ids=torch.where(token_ids == TOKEN_ON_DEVICE, self.last_tokens[token_slots_64], token_ids),
             positions=positions_64,
             metadata=AttentionMetadata(
                 slot_mapping=self._slot_mapping(token_slots_64, positions_64),
                 cu_seqlens_q=cu_seqlens_q,
                 seq_lens=device_seq_lens,
-                block_tables=self._block_tables[slots.long(), : -(-max_seqlen_k // self._block_size)],
+                block_tables=self.block_tables[slots.long(), : -(-max_seqlen_k // self.block_size)],
                 max_seqlen_q=int(counts.max()),
                 max_seqlen_k=max_seqlen_k,
             ),
             last_token_indices=last.long(),
-            sampled_slots=sampled_slots.long(),
         )
 
-    def remember(self, batch: Batch, token_ids: Tensor) -> None:
+    def remember(self, slots: IntArray, token_ids: Tensor) -> None:
         """Keep the (N,) ids that a step sampled, for the steps that continue them."""
-        self._last_tokens[batch.sampled_slots] = token_ids
+        self.last_tokens[to_device(slots, self.device).long()] = token_ids
 
     def _changed_entries(self, step: Step) -> IntArray:
         """(sum of block_counts,) indices into the flattened block tables, one for each of `step.block_ids`."""
-        firsts = step.block_slots * self._block_tables.shape[1] + step.block_starts
+        firsts = step.block_slots * self.block_tables.shape[1] + step.block_starts
         ends = np.cumsum(step.block_counts, dtype=np.int32)
         return np.repeat(firsts - (ends - step.block_counts), step.block_counts) + np.arange(
             len(step.block_ids), dtype=np.int32
         )
 
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
-        blocks = self._block_tables[token_slots, positions // self._block_size]
-        return blocks * self._block_size + (positions % self._block_size).int()
+        blocks = self.block_tables[token_slots, positions // self.block_size]
+        return blocks * self.block_size + (positions % self.block_size).int()
 
-    def _to_device(self, columns: list[IntArray]) -> list[Tensor]:
-        packed = torch.from_numpy(np.concatenate(columns, dtype=np.int32, casting="same_kind"))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return list(packed.split([len(column) for column in columns]))
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device; the host does not wait for it."""
+    tensor = torch.from_numpy(np.array(array, order="C"))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -19,6 +19,8 @@ class WorkerConfig:
     load_format: str
     """"auto" reads the checkpoint's weights, "dummy" makes random ones from its config alone."""
     attention_backend: str
+    enforce_eager: bool
+    """Never use CUDA graphs."""
     block_size: int
     num_kv_blocks: int | None
     """Size of the pool, or None to fill the memory that is left."""

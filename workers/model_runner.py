@@ -9,41 +9,45 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from scheduler.step import Step, StepResult
-from workers.batch import SlotState
+from scheduler.step import IntArray, Step, StepResult
+from workers.batch import SlotState, to_device
 from workers.config import LoadReport, WorkerConfig
+from workers.device_memory import measure_graph_bytes, measure_step_bytes, num_fitting_blocks
 from workers.errors import KVCacheMemoryError
-from workers.kernels.attention import BackendName, select_backend
+from workers.kernels.attention import select_backend
 from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
 from workers.model_config import load_model_config
 from workers.models.decoder import CausalLM
 from workers.parallel import TensorParallel
-from workers.sampler import Sampled, Sampler, to_step_logprobs
+from workers.parallel_sampler import ParallelSampler
+from workers.sampler import LogprobTensors, Sampler, to_step_logprobs
 from workers.shard_plan import plan_shards
 from workers.weights import load_weights, randomize_weights
+
+if TYPE_CHECKING:
+    from workers.decode_graph import DecodeGraphs
 
 
 class StepOutcome:
     """A step that has been queued on the device; `wait` may be called from another thread."""
 
-    def __init__(self, step_id: int, sampled: Sampled | None) -> None:
+    def __init__(self, step_id: int, token_ids: Tensor, logprobs: LogprobTensors | None) -> None:
+        """`token_ids` (N,) int64 may be overwritten by the next step: they are copied, in the device's own order."""
         self._step_id = step_id
+        self._logprobs = logprobs
+        self._token_ids = token_ids
         self._event: torch.cuda.Event | None = None
-        self._logprobs = None if sampled is None else sampled.logprobs
-        token_ids = torch.empty(0, dtype=torch.int64) if sampled is None else sampled.token_ids
         if token_ids.is_cuda:
             self._token_ids = torch.empty(token_ids.shape, dtype=torch.int64, pin_memory=True)
             self._token_ids.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._token_ids = token_ids
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -70,9 +74,10 @@ class ModelRunner:
             vocab_size=model.vocab_size,
             world_size=config.world_size,
         )[tp.rank]
-        self._backend = select_backend(cast(BackendName, config.attention_backend), device, config.block_size)
+        self._backend = select_backend(config.attention_backend, device, config.block_size, self._dtype)
         self._slots = SlotState(config.max_num_seqs, config.max_model_len, config.block_size, device)
         self._kv_cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def load(self, on_progress: Callable[[float], None]) -> LoadReport:
@@ -84,11 +89,12 @@ class ModelRunner:
             randomize_weights(self._model, seed=0)
         else:
             load_weights(self._model, Path(config.model_path), on_progress)
-        self._sampler = Sampler(
+        sampler = Sampler(
             max_num_seqs=config.max_num_seqs,
             num_valid_tokens=min(config.num_valid_tokens or model.vocab_size, model.vocab_size),
             device=self._device,
         )
+        self._sampler = ParallelSampler(sampler, self._model, self._shard.vocab, self._tp)
         num_kv_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else self._num_fitting_blocks()
         is_cuda = self._device.type == "cuda"
         return LoadReport(
@@ -101,8 +107,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def allocate(self, num_kv_blocks: int) -> None:
-        """Make the pool, of the size that all ranks have agreed on. Raises KVCacheMemoryError if it does not fit."""
+    def allocate(self, num_kv_blocks: int, on_progress: Callable[[float], None]) -> None:
+        """Make the pool, of the size that all ranks have agreed on, and capture the decode steps on it.
+
+        Raises KVCacheMemoryError if it does not fit.
+        """
         try:
             self._kv_cache = self._new_kv_cache(num_kv_blocks)
         except torch.OutOfMemoryError as error:
@@ -112,30 +121,43 @@ class ModelRunner:
                 f"{torch.cuda.mem_get_info(self._device)[0] / 2**30:.2f} GiB are free: lower num_kv_blocks or "
                 f"memory_fraction"
             ) from error
+        if self._uses_graphs:
+            self._graphs = self._new_graphs(self._kv_cache)
+            self._graphs.capture(self._graphs.sizes, on_progress)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutcome | None:
         """Queue one step on the device. Rank 0 returns where its tokens will be; the others return None."""
         assert self._kv_cache is not None
-        batch = self._slots.prepare(step)
-        hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)
-        is_first = self._tp.rank == 0
-        if is_first:
-            self._sampler.take_slots(step.new_slots)
-        if not step.samples.any():
-            return StepOutcome(step.step_id, None) if is_first else None
-        logits = self._model.compute_logits(hidden[batch.last_token_indices])
-        sampled = self._sample(logits, step) if logits is not None else None
-        if sampled is None:
-            token_ids = torch.empty(len(batch.sampled_slots), dtype=torch.int64, device=self._device)
+        self._sampler.take_slots(step.new_slots)
+        samples = step.samples.astype(bool)
+        slots, positions = step.slots[samples], step.seq_lens[samples]
+        is_captured = self._graphs is not None and self._graphs.fits(step)
+        if self._graphs is not None and is_captured:
+            logits, token_ids = self._graphs.run(step)
         else:
-            token_ids = sampled.token_ids
-        self._slots.remember(batch, self._tp.broadcast(token_ids))
-        return StepOutcome(step.step_id, sampled) if is_first else None
+            logits, token_ids = self._run_eagerly(step, self._kv_cache, slots, positions)
+        rows = self._sampler.rows_to_redraw(slots, positions)
+        logprobs = self._sampler.redraw(logits, token_ids, rows, slots, positions) if rows.size else None
+        if rows.size or not is_captured:
+            self._slots.remember(slots, token_ids)
+        return StepOutcome(step.step_id, token_ids, logprobs) if self._tp.rank == 0 else None
 
-    def _sample(self, logits: Tensor, step: Step) -> Sampled:
-        rows = step.samples.astype(bool)
-        return self._sampler.sample(logits, self._sampler.prepare(step.slots[rows], step.seq_lens[rows]))
+    def _run_eagerly(
+        self, step: Step, kv_cache: KVCache, slots: IntArray, positions: IntArray
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's logits (N, V/R) of the rows that sample, and their ids (N,) as if all were plain."""
+        batch = self._slots.prepare(step)
+        hidden = self._model(batch.input_ids, batch.positions, kv_cache, batch.metadata)
+        if len(slots) == 0:
+            return hidden[:0], torch.empty(0, dtype=torch.int64, device=self._device)
+        logits = self._model.compute_logits(hidden[batch.last_token_indices])
+        temperature, keys = self._sampler.plain_inputs(slots, positions)
+        return logits, self._sampler.draw(logits, to_device(temperature, self._device), to_device(keys, self._device))
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self._device.type == "cuda" and self._backend.fits_graph and not self._config.enforce_eager
 
     def _bytes_per_block(self) -> int:
         return KVCache.bytes_per_block(
@@ -157,51 +179,46 @@ class ModelRunner:
             device=self._device,
         )
 
+    def _new_graphs(self, kv_cache: KVCache) -> DecodeGraphs:
+        from workers.decode_graph import DecodeGraphs  # brings Triton, which a CPU can do without
+
+        return DecodeGraphs(self._model, self._sampler, self._slots, kv_cache)
+
     def _num_fitting_blocks(self) -> int:
         if self._device.type != "cuda":
             fitting = self._config.cpu_kv_cache_bytes // self._bytes_per_block()
             most = self._config.max_num_seqs * -(-self._config.max_model_len // self._config.block_size)
             return max(1, min(fitting, most))
-        self._warm_up()
-        free, total = torch.cuda.mem_get_info(self._device)
-        stats = torch.cuda.memory_stats(self._device)
-        # What one step needs beyond what is resident must stay free beside the pool.
-        step_bytes = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
-        available = int(total * self._config.memory_fraction) - (total - free) - step_bytes
-        num_blocks = available // self._bytes_per_block()
-        if num_blocks < 1:
-            raise KVCacheMemoryError(
-                f"rank {self._tp.rank}: no memory is left for the KV cache: of {total / 2**30:.1f} GiB the weights and "
-                f"other processes hold {(total - free) / 2**30:.1f} and a step needs {step_bytes / 2**30:.1f}, while "
-                f"memory_fraction={self._config.memory_fraction} of it is ours: "
-                f"raise memory_fraction, lower max_num_batched_tokens, or use more ranks"
-            )
-        return int(num_blocks)
+        tiny = self._new_kv_cache(1)
+        step_bytes = measure_step_bytes(self._device, lambda: self._run_largest_step(tiny))
+        graph_bytes = 0
+        if self._uses_graphs:
+            graph_bytes = measure_graph_bytes(self._device, self._new_graphs(tiny))
+        return num_fitting_blocks(
+            self._device, self._tp.rank, self._config.memory_fraction, step_bytes, graph_bytes, self._bytes_per_block()
+        )
 
-    def _warm_up(self) -> None:
-        """Run the largest step that can come, on a pool of one block, so that its memory can be measured."""
-        num_tokens = self._config.max_num_batched_tokens
-        seq_len = min(num_tokens, self._config.max_model_len)
-        num_seqs = max(1, num_tokens // seq_len)
+    def _run_largest_step(self, kv_cache: KVCache) -> None:
+        """The most tokens and the most logits that a step can have, on a pool of one block."""
+        config = self._config
+        seq_len = min(config.max_num_batched_tokens, config.max_model_len)
+        num_seqs = config.max_num_batched_tokens // seq_len
         num_tokens = num_seqs * seq_len
-        num_logits = min(self._config.max_num_seqs, num_tokens)
         metadata = AttentionMetadata(
-            slot_mapping=self._int_tensor([-1]).expand(num_tokens).contiguous(),
-            cu_seqlens_q=self._int_tensor(range(0, num_tokens + 1, seq_len)),
-            seq_lens=self._int_tensor([seq_len] * num_seqs),
-            block_tables=self._int_tensor([[0] * -(-seq_len // self._config.block_size)] * num_seqs),
+            slot_mapping=self._ints([-1] * num_tokens),
+            cu_seqlens_q=self._ints(range(0, num_tokens + 1, seq_len)),
+            seq_lens=self._ints([seq_len] * num_seqs),
+            block_tables=self._ints([[0] * -(-seq_len // config.block_size)] * num_seqs),
             max_seqlen_q=seq_len,
             max_seqlen_k=seq_len,
         )
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
         tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        hidden = self._model(tokens, tokens, self._new_kv_cache(1), metadata)
-        logits = self._model.compute_logits(hidden[:num_logits])
-        if logits is not None:
-            logits.float().softmax(dim=-1)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        hidden = self._model(tokens, tokens, kv_cache, metadata)
+        logits = self._model.compute_logits(hidden[: min(config.max_num_seqs, num_tokens)])
+        all_logits = self._model.gather_logits(logits)
+        if all_logits is not None:  # the sampler's filters hold a few copies in float32
+            copies = [all_logits.float() for _ in range(3)]
+            copies[0].sort(dim=-1)
 
-    def _int_tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -37,12 +37,12 @@ def _splitmix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def hash_ids(keys: Tensor, num_ids: int) -> Tensor:
-    """Hash token ids 0 to `num_ids` - 1 under each row's two keys: (N, 2) int32 -> (N, num_ids) int32.
+def hash_ids(keys: Tensor, num_ids: int, first_id: int = 0) -> Tensor:
+    """Hash `num_ids` token ids from `first_id` on under each row's two keys: (N, 2) int32 -> (N, num_ids) int32.
 
     Two rounds of MurmurHash3's 32-bit finaliser, a key before each. Within a row the hash is a bijection.
     """
-    ids = torch.arange(num_ids, dtype=torch.int32, device=keys.device)
+    ids = torch.arange(first_id, first_id + num_ids, dtype=torch.int32, device=keys.device)
     hashed = _murmur_finalise_(ids ^ keys[:, :1])
     return _murmur_finalise_(hashed.bitwise_xor_(keys[:, 1:]))
 
@@ -54,12 +54,12 @@ def _murmur_finalise_(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def exponential_noise(keys: Tensor, num_ids: int) -> Tensor:
-    """Standard exponential variates, (N, 2) int32 keys -> (N, num_ids) float32, all finite and at least 2**-33.
+def exponential_noise(keys: Tensor, num_ids: int, first_id: int = 0) -> Tensor:
+    """Standard exponential variates of token ids from `first_id` on, finite and at least 2**-33: (N, num_ids) float32.
 
     The variate is -log1p(-u) of u = (h + 0.5) / 2**32: precise where it is small, and small variates win the draw.
     """
-    hashed = hash_ids(keys, num_ids)
+    hashed = hash_ids(keys, num_ids, first_id)
     # Both halves are exact in float32, so their sum is rounded once, and not at all where it is small.
     high = (hashed >> 16).bitwise_and_(0xFFFF).float()
     low = hashed.bitwise_and_(0xFFFF).float().add_(0.5)
@@ -67,15 +67,12 @@ def exponential_noise(keys: Tensor, num_ids: int) -> Tensor:
     return uniform.neg_().log1p_().neg_().clamp_(max=_MAX_EXPONENTIAL)
 
 
-def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-    """Draw one token id a row from softmax(logits / temperature), by the Gumbel-max trick: (N,) int64.
+def perturbed_scores(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
+    """Scores whose maximum is a draw from softmax(logits / temperature), by the Gumbel-max trick: (N, V) float32.
 
-    `logits` (N, V) of any float dtype, -inf where a token is excluded; `temperature` (N,) float32, 0 or a normal
-    number, 0 taking the first likeliest token; `keys` (N, 2) int32 from `row_keys`.
+    `logits` (N, V) of any float dtype, of token ids from `first_id` on, -inf where one is excluded; `temperature` (N,)
+    float32, 0 leaves the logits as they are; `keys` (N, 2) int32 from `row_keys`.
     """
-    logits = logits.float()
-    peak, peak_ids = logits.max(dim=1, keepdim=True)
-    noise = exponential_noise(keys, logits.shape[1]).log_()
-    # The peak goes first: logits divided by a tiny temperature would overflow, and inf - inf is NaN.
-    scores = (logits - peak).div_(temperature[:, None]).sub_(noise)
-    return torch.where(temperature == 0, peak_ids[:, 0], scores.argmax(dim=1))
+    # The noise is scaled, not the logits: nothing overflows at a tiny temperature, and 0 needs no case of its own.
+    noise = exponential_noise(keys, logits.shape[1], first_id).log_()
+    return logits.float() - noise.mul_(temperature[:, None])

@@ -116,6 +116,12 @@ class TensorParallel:
             dist.broadcast(x, src=0)
         return x
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest over the ranks of each element of `x`, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x
+
     def min_int(self, value: int) -> int:
         """The smallest `value` of any rank."""
         if self.world_size == 1:

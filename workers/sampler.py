@@ -2,11 +2,11 @@
 
 Owns the settings of every slot, and the counts of seen tokens of slots with penalties. The order is that of Hugging
 Face transformers' logits processors and of vLLM: penalties, min_tokens, temperature (0 is greedy), top-k, top-p,
-min-p, draw. Rows that are greedy or need only a temperature take one function, `gumbel_argmax`; the others are worked
-on as a subset and cost the plain rows nothing. A row's token depends on its own logits, settings and position alone.
-Called by the model runner after the LM head's gather; must not know of blocks, ranks or requests.
+min-p, draw. Rows that are greedy or need only a temperature never come here: `workers.candidates` draws them, with
+the same noise. A row's token depends on its own logits, settings and position alone. Called by
+`workers.parallel_sampler`; must not know of blocks, ranks or requests.
 
-Shapes: N rows that sample in a step, K of them that are special, L that want log probabilities, V token ids.
+Shapes: N rows to sample, L of them with log probabilities, V token ids.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scheduler.step import IntArray, SlotSampling, StepLogprobs
+from workers.batch import to_device
 from workers.logit_filters import (
     UNPENALISED_ROW,
     Penalties,
@@ -31,10 +32,13 @@ from workers.logit_filters import (
     keep_likeliest,
     penalise,
 )
-from workers.noise import gumbel_argmax, row_keys
+from workers.noise import perturbed_scores, row_keys
 
 _MAX_SELECTED = 1024
 """Up to this top_k only the likeliest logits are ranked; beyond it, and for top_p alone, all of them are."""
+
+_MAX_TEMPERATURE = 1e30
+"""As good as infinite, and its product with the noise is finite."""
 
 _SETTINGS = np.dtype(
     [
@@ -56,32 +60,26 @@ _SETTINGS = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialRows:
-    """The rows of a batch that need more than a temperature; indices are int64."""
+class LogitFilters:
+    """What happens to a batch's logits before the draw; None and empty where no row wants it."""
 
-    rows: Tensor
-    """(K,) index in the batch."""
-    other_rows: Tensor
-    """(N - K,) index in the batch of the plain rows."""
     penalties: Penalties | None
     banned: tuple[Tensor, Tensor] | None
-    """Pairs of (index among the K, token id) that may not be sampled before min_tokens."""
-    filters: tuple[RankFilter, ...]
+    """Pairs of (row, token id) that may not be sampled before min_tokens, int64."""
+    ranks: tuple[RankFilter, ...]
     log_min_p: Tensor | None
-    """(K, 1) float32; None if no row has a min_p."""
+    """(N, 1) float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What sampling one step needs, on the device."""
+    """What sampling some rows needs, on the device."""
 
     temperature: Tensor
     """(N,) float32."""
     keys: Tensor
     """(N, 2) int32 of `noise.row_keys`."""
-    is_greedy: bool
-    """Whether every temperature is 0, so that no noise is needed."""
-    special: SpecialRows | None
+    filters: LogitFilters
     logprob_rows: Tensor | None
     """(L,) int64 index of the rows that want log probabilities; None if no row does."""
     num_top_logprobs: int
@@ -144,52 +142,56 @@ class Sampler:
             min(sampling.logprobs, self.num_valid_tokens),
             seen_row,
             sampling.top_p if not is_greedy and sampling.top_p < 1 else math.inf,
-            0.0 if is_greedy else _to_normal_float32(sampling.temperature),
+            0.0 if is_greedy else min(_to_normal_float32(sampling.temperature), _MAX_TEMPERATURE),
             math.log(sampling.min_p) if not is_greedy and sampling.min_p > 0 else -math.inf,
             _to_normal_float32(sampling.repetition_penalty),
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
 
+    def plain_inputs(self, slots: IntArray, positions: IntArray) -> tuple[npt.NDArray[np.float32], IntArray]:
+        """Temperatures (N,) and noise keys (N, 2) of rows, on the host; arguments as in `prepare`."""
+        settings = self._settings[slots]
+        return settings["temperature"], row_keys(settings["seed"], positions)
+
+    def needs_logits(self, slots: IntArray, positions: IntArray) -> npt.NDArray[np.bool_]:
+        """(N,) whether a row is more than plain: it needs all its logits, and `sample`; arguments as in `prepare`."""
+        settings = self._settings[slots]
+        return (
+            self._bans_stop_ids(settings, positions)
+            | (settings["seen_row"] != UNPENALISED_ROW)
+            | (settings["top_k"] < self.num_valid_tokens)
+            | np.isfinite(settings["top_p"])
+            | np.isfinite(settings["log_min_p"])
+            | (settings["logprobs"] >= 0)
+        )
+
     def prepare(self, slots: IntArray, positions: IntArray) -> SamplingBatch:
-        """Gather what sampling a batch needs.
+        """Gather what sampling some rows needs.
 
         `slots` (N,) are the rows' slots, all different. `positions` (N,) are the indices in their sequences of the
         tokens to be sampled, so the number of tokens before each.
         """
         settings = self._settings[slots]
-        bans_stop_ids = positions - settings["num_prompt_tokens"] < settings["min_tokens"]
-        is_special = (
-            bans_stop_ids
-            | (settings["seen_row"] != UNPENALISED_ROW)
-            | (settings["top_k"] < self.num_valid_tokens)
-            | np.isfinite(settings["top_p"])
-            | np.isfinite(settings["log_min_p"])
-        )
         wants_logprobs = settings["logprobs"] >= 0
-        special = self._special_rows(is_special, slots, settings, bans_stop_ids) if is_special.any() else None
         return SamplingBatch(
             temperature=self._to_device(settings["temperature"]),
             keys=self._to_device(row_keys(settings["seed"], positions)),
-            is_greedy=not settings["temperature"].any(),
-            special=special,
+            filters=self._filters(slots, settings, positions),
             logprob_rows=self._to_device(np.flatnonzero(wants_logprobs)) if wants_logprobs.any() else None,
             num_top_logprobs=int(settings["logprobs"].max(initial=0)),
         )
 
-    def _special_rows(
-        self,
-        is_special: npt.NDArray[np.bool_],
-        slots: IntArray,
-        settings: npt.NDArray[Any],
-        bans_stop_ids: npt.NDArray[np.bool_],
-    ) -> SpecialRows:
-        rows = np.flatnonzero(is_special)
-        settings = settings[rows]
-        banning = np.flatnonzero(bans_stop_ids[rows])
+    @staticmethod
+    def _bans_stop_ids(settings: npt.NDArray[Any], positions: IntArray) -> npt.NDArray[np.bool_]:
+        bans: npt.NDArray[np.bool_] = positions - settings["num_prompt_tokens"] < settings["min_tokens"]
+        return bans
+
+    def _filters(self, slots: IntArray, settings: npt.NDArray[Any], positions: IntArray) -> LogitFilters:
+        banning = np.flatnonzero(self._bans_stop_ids(settings, positions))
         banned = None
         if banning.size:
-            banned_ids = [self._stop_token_ids[slot] for slot in slots[rows[banning]]]
+            banned_ids = [self._stop_token_ids[slot] for slot in slots[banning]]
             banned_rows = np.repeat(banning, [len(ids) for ids in banned_ids])
             banned = (self._to_device(banned_rows), self._to_device(np.concatenate(banned_ids).astype(np.int64)))
         penalties = None
@@ -201,12 +203,10 @@ class Sampler:
                 frequency=self._to_device(settings["frequency_penalty"][:, None]),
             )
         has_min_p = np.isfinite(settings["log_min_p"]).any()
-        return SpecialRows(
-            rows=self._to_device(rows),
-            other_rows=self._to_device(np.flatnonzero(~is_special)),
+        return LogitFilters(
             penalties=penalties,
             banned=banned,
-            filters=self._rank_filters(settings),
+            ranks=self._rank_filters(settings),
             log_min_p=self._to_device(settings["log_min_p"][:, None]) if has_min_p else None,
         )
 
@@ -227,54 +227,35 @@ class Sampler:
         )
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.array(array, order="C")).to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """Sample a token for each row of `logits` (N, at least V), of any float dtype, which are left as they are."""
-        logits = logits[:, : self.num_valid_tokens]
-        special = batch.special
-        token_ids = _draw(logits, batch) if special is None else self._sample_mixed(logits, batch, special)
+        logits = logits[:, : self.num_valid_tokens].float()
+        filtered = self.filter_logits(logits.clone(), batch.temperature[:, None], batch.filters)
+        token_ids = perturbed_scores(filtered, batch.temperature, batch.keys).argmax(dim=1)
+        if batch.filters.penalties is not None:
+            self.seen_tokens.add_outputs(batch.filters.penalties.seen_rows, token_ids)
         return Sampled(token_ids=token_ids, logprobs=_logprobs(logits, token_ids, batch))
 
-    def _sample_mixed(self, logits: Tensor, batch: SamplingBatch, special: SpecialRows) -> Tensor:
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        token_ids[special.other_rows] = _draw(logits[special.other_rows], batch, special.other_rows)
-        temperature = batch.temperature[special.rows]
-        filtered = self.filter_logits(logits[special.rows].float(), temperature[:, None], special)
-        sampled_ids = _draw(filtered, batch, special.rows)
-        token_ids[special.rows] = sampled_ids
-        if special.penalties is not None:
-            self.seen_tokens.add_outputs(special.penalties.seen_rows, sampled_ids)
-        return token_ids
-
-    def filter_logits(self, logits: Tensor, temperature: Tensor, special: SpecialRows) -> Tensor:
-        """Penalise `logits` (K, V) float32 of the special rows at `temperature` (K, 1); excluded tokens become -inf."""
-        if special.penalties is not None:
-            logits = penalise(logits, special.penalties, self.seen_tokens)
-        if special.banned is not None:
-            logits[special.banned] = -torch.inf
-        for rank_filter in special.filters:
-            rows = rank_filter.rows
-            logits[rows] = keep_likeliest(logits[rows], temperature[rows], rank_filter)
-        if special.log_min_p is not None:
-            logits = drop_unlikely(logits, temperature, special.log_min_p)
+    def filter_logits(self, logits: Tensor, temperature: Tensor, filters: LogitFilters) -> Tensor:
+        """Penalise `logits` (N, V) float32 at `temperature` (N, 1); excluded tokens become -inf. Overwrites them."""
+        if filters.penalties is not None:
+            logits = penalise(logits, filters.penalties, self.seen_tokens)
+        if filters.banned is not None:
+            logits[filters.banned] = -torch.inf
+        for ranks in filters.ranks:
+            logits[ranks.rows] = keep_likeliest(logits[ranks.rows], temperature[ranks.rows], ranks)
+        if filters.log_min_p is not None:
+            logits = drop_unlikely(logits, temperature, filters.log_min_p)
         return logits
-
-
-def _draw(logits: Tensor, batch: SamplingBatch, rows: Tensor | None = None) -> Tensor:
-    """Draw a token for each row of `logits`, which are the batch's `rows` (all if None)."""
-    if batch.is_greedy:
-        return logits.argmax(dim=1)
-    if rows is None:
-        return gumbel_argmax(logits, batch.temperature, batch.keys)
-    return gumbel_argmax(logits, batch.temperature[rows], batch.keys[rows])
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> LogprobTensors | None:
     rows = batch.logprob_rows
     if rows is None:
         return None
-    logprobs = logits[rows].float().log_softmax(dim=1)
+    logprobs = logits[rows].log_softmax(dim=1)
     top = logprobs.topk(batch.num_top_logprobs, dim=1)
     chosen = logprobs.gather(1, token_ids[rows, None])[:, 0]
     return LogprobTensors(rows=rows, chosen=chosen, top_ids=top.indices, top=top.values)

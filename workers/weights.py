@@ -67,7 +67,7 @@ def _find_tensors(path: Path) -> dict[str, Path]:
     if not single.is_file():
         raise WeightsError(f"{path} holds neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
     with _opened(single) as tensors:
-        return dict.fromkeys(tensors.keys(), single)
+        return dict.fromkeys(tensors.keys(), single)  # type: ignore[no-untyped-call]
 
 
 def _compare_names(wanted: Iterable[str], found: Iterable[str], is_tied: bool, path: Path) -> None:
@@ -102,7 +102,7 @@ def _opened(file: Path) -> Iterator[safe_open]:
 
 
 def _read_slice(tensors: safe_open, wanted: CheckpointSlice, file: Path) -> None:
-    stored = tensors.get_slice(wanted.source)
+    stored = tensors.get_slice(wanted.source)  # type: ignore[no-untyped-call]
     shape = tuple(stored.get_shape())
     if shape != wanted.shape:
         raise WeightsError(f"{wanted.source} in {file} has shape {shape}; the config asks for {wanted.shape}")

@@ -15,7 +15,6 @@ import traceback
 from multiprocessing.connection import Connection
 
 import torch
-from torch.distributed import Store
 
 from workers.channel import ChannelAddress, connect
 from workers.config import LoadReport, WorkerConfig, WorkerStatus
@@ -34,7 +33,7 @@ from workers.frames import (
     result_body,
 )
 from workers.model_runner import ModelRunner, StepOutcome
-from workers.parallel import TensorParallel, create_store
+from workers.parallel import Store, TensorParallel, create_store
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,8 @@ class Worker:
 
     def allocate(self, num_kv_blocks: int) -> None:
         """Make the KV-cache pool."""
-        self._status = WorkerStatus("allocating the KV cache", 1.0)
-        self._runner.allocate(num_kv_blocks)
+        stage = "allocating the KV cache"
+        self._runner.allocate(num_kv_blocks, lambda fraction: setattr(self, "_status", WorkerStatus(stage, fraction)))
         self._status = WorkerStatus("ready", 1.0)
 
     def run(self, address: ChannelAddress, key: bytes) -> None:

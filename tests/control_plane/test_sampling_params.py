@@ -17,6 +17,7 @@ from scheduler.sampling_params import (
     MAX_SEED,
     ResolvedSampling,
     SamplingParams,
+    fit_to_model,
     resolve,
     validate,
 )
@@ -63,7 +64,7 @@ BOUNDARIES = [
     ("top_k", [0, 1, MAX_COUNT], [-1, MAX_COUNT + 1], f"between 0 .*{MAX_COUNT}"),
     ("top_p", [1e-9, 0.9999999, 1, 1.0], [0, 0.0, -0.1, 1.0000001], "above 0 and at most 1"),
     ("min_p", [0, 0.5, 1], [-0.1, 1.1], "between 0 and 1"),
-    ("repetition_penalty", [1e-3, 1, 10.0], [0, -1.0], "above 0"),
+    ("repetition_penalty", [0.01, 1, 100.0], [0, -1.0, 0.009, 101], "between 0.01 and 100"),
     ("presence_penalty", [-2, 0, 2.0], [-2.1, 2.1], "between -2 and 2"),
     ("frequency_penalty", [-2, 0, 2.0], [-2.1, 2.1], "between -2 and 2"),
     ("seed", [0, MAX_SEED], [-1, MAX_SEED + 1], f"between 0 and {MAX_SEED}"),
@@ -214,6 +215,22 @@ def test_min_tokens_may_not_exceed_max_tokens_wherever_that_comes_from() -> None
         resolved(SamplingParams(min_tokens=9, max_tokens=8))
     with pytest.raises(RequestError, match="min_tokens=9 exceeds max_tokens=8"):
         resolved(SamplingParams(min_tokens=9), {"max_new_tokens": 8})
+
+
+def test_numbers_larger_than_the_model_are_cut_to_it() -> None:
+    params = SamplingParams(
+        top_k=MAX_COUNT, max_tokens=MAX_COUNT, min_tokens=MAX_COUNT, logprobs=100, stop_token_ids=[49]
+    )
+    fitted = fit_to_model(resolved(params), vocab_size=50, max_model_len=64)
+    assert (fitted.top_k, fitted.max_tokens, fitted.min_tokens, fitted.logprobs) == (50, 64, 64, 50)
+    assert fitted.stop_token_ids == (2, 7, 49)
+    small = resolved(SamplingParams(top_k=5, max_tokens=6, min_tokens=1))
+    assert fit_to_model(small, vocab_size=50, max_model_len=64) == small
+
+
+def test_a_stop_token_id_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"stop_token_ids holds 50, .* 0 to 49"):
+        fit_to_model(resolved(SamplingParams(stop_token_ids=[50])), vocab_size=50, max_model_len=64)
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])

@@ -85,7 +85,7 @@ class PagedModel:
         )
         with torch.inference_mode():
             hidden = self.model(torch.tensor(token_ids), torch.cat(positions), self.kv_cache, metadata)
-            logits = self.model.compute_logits(hidden)
+            logits = self.model.gather_logits(self.model.compute_logits(hidden))
         if logits is None:
             return dict.fromkeys(chunks, torch.empty(0))
         return dict(zip(chunks, logits.split(q_lens[1:]), strict=True))

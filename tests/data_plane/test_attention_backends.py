@@ -131,8 +131,8 @@ def test_a_backend_that_cannot_run_says_why(name: str, reason: str) -> None:
 def test_a_cpu_engine_imports_neither_triton_nor_flash_attn() -> None:
     code = (
         "import sys, torch, workers.models.decoder\n"
-        "from workers.kernels.attention import select_backend, select_store\n"
-        "select_backend('auto', torch.device('cpu'), 16); select_store(torch.device('cpu'))\n"
+        "from workers.kernels.attention import select_backend; from workers.kernels.ops import select_ops\n"
+        "select_backend('auto', torch.device('cpu'), 16); select_ops(torch.device('cpu'), 'torch')\n"
         "sys.exit(any(name in sys.modules for name in ('triton', 'flash_attn', 'flash_attn_interface')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -61,16 +61,6 @@ def test_sequences_that_share_blocks_in_one_step(checkpoints: dict[str, Checkpoi
     _assert_same([logits[0], logits[1]], [expected, expected[num_shared:]])
 
 
-def test_a_slot_of_minus_one_is_not_written(checkpoints: dict[str, Checkpoint]) -> None:
-    checkpoint = checkpoints["qwen3"]
-    paged = _paged(checkpoint.path, TensorParallel.single(), 1)
-    key = torch.ones(2, 3, 16)
-    k_cache, v_cache = paged.kv_cache.layer(0)
-    paged.model.model.layers[0].self_attn.attention.store(key, key, k_cache, v_cache, torch.tensor([-1, 5]).int())
-    assert k_cache.flatten(0, 1)[5].eq(1).all()
-    assert v_cache.isnan().sum() == v_cache.numel() - key[0].numel()
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_tensor_parallel(world_size: int, checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
     """Real processes over gloo; 9 query and 3 kv heads divide over none but 3."""

@@ -90,3 +90,28 @@ def test_exponentials_are_precise_where_small_and_finite_everywhere() -> None:
     deviation = variates.numel() ** -0.5
     assert abs(float(variates.double().mean()) - 1) < 5 * deviation
     assert abs(float(variates.double().var()) - 1) < 5 * 8**0.5 * deviation
+
+
+def keys_that_hash_id_0_to(hashed: int) -> Tensor:
+    """A row of keys under which token id 0 has the given hash: the finaliser run backwards."""
+    x = hashed ^ (hashed >> 16)
+    x = x * pow(0xC2B2AE35, -1, 2**32) % 2**32
+    x = x ^ (x >> 13) ^ (x >> 26)
+    x = x * pow(0x85EBCA6B, -1, 2**32) % 2**32
+    x = x ^ (x >> 16)
+    return torch.from_numpy(np.array([[0, x]], dtype=np.uint32).view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("hashed", "expected"),
+    [(0, 2.0**-33), (1, 1.5 * 2.0**-32), (1000, 1000.5 * 2.0**-32), (2**31, float(np.log(2)))],
+)
+def test_the_variates_of_extreme_hashes(hashed: int, expected: float) -> None:
+    variate = exponential_noise(keys_that_hash_id_0_to(hashed), 1)
+    assert float(variate) == pytest.approx(expected, rel=5e-7)
+
+
+def test_the_largest_hash_has_the_largest_variate_and_a_finite_one() -> None:
+    """Its uniform variate rounds to 1 in float32."""
+    largest = float(exponential_noise(keys_that_hash_id_0_to(2**32 - 1), 1))
+    assert float(exponential_noise(keys_that_hash_id_0_to(2**32 - 1000), 1)) < largest < 24

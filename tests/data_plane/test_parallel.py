@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import time
 from multiprocessing.queues import Queue
@@ -37,6 +38,9 @@ def _values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _run_rank(rank: int, ports: Queue[int], answers: Queue[Any]) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ["NCCL_SOCKET_IFNAME"] = "what the user chose"
     store = None
     if rank == 0:
         store, port = create_store(_HOST, _WORLD_SIZE, 60)
@@ -56,6 +60,7 @@ def _run_rank(rank: int, ports: Queue[int], answers: Queue[Any]) -> None:
             "gathered": None if gathered is None else gathered.tolist(),
             "min": tp.min_int(100 - rank),
             "told": told.tolist(),
+            "interfaces": (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]),
         }
     )
     tp.close()
@@ -80,6 +85,7 @@ def test_collectives_of_three_processes() -> None:
     expected_gather = torch.cat(list(_values(torch.float32)), dim=-1).tolist()
     assert [by_rank[rank]["gathered"] for rank in range(_WORLD_SIZE)] == [expected_gather, None, None]
     assert [answer["min"] for answer in by_rank.values()] == [98] * _WORLD_SIZE
+    assert [answer["interfaces"] for answer in by_rank.values()] == [("lo", "what the user chose")] * _WORLD_SIZE
     assert [answer["told"] for answer in by_rank.values()] == [[10, 7]] * _WORLD_SIZE
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from workers.errors import UnsupportedModelError
-from workers.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
+from workers.kernels.reference_ops import apply_rotary
+from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.model_config import RopeConfig, load_model_config
 
 _MAX_POSITIONS = 4096

@@ -20,13 +20,15 @@ from transformers import (
 )
 
 from scheduler.step import IntArray, SlotSampling
-from workers.noise import gumbel_argmax, row_keys
+from workers.noise import perturbed_scores, row_keys
 from workers.sampler import Sampled, Sampler, to_step_logprobs
 
 CPU = torch.device("cpu")
 NO_IDS = np.zeros(0, dtype=np.int32)
 V = 50
 NUM_DRAWS = 20_000
+MIXED_RANKS = [(3, 0.5), (40, 1.0), (0, 0.6), (10, 0.9)]
+"""top_k and top_p of rows that share a batch."""
 
 
 def ids(*values: int) -> IntArray:
@@ -148,7 +150,7 @@ def test_draws_over_seeds_follow_softmax_too() -> None:
 
 def test_a_large_vocabulary_of_equal_logits_is_drawn_evenly() -> None:
     keys = torch.from_numpy(row_keys(np.zeros(4_000, dtype=np.uint64), np.arange(4_000, dtype=np.int32)))
-    tokens = gumbel_argmax(torch.zeros(1, 20_000).expand(4_000, -1), torch.ones(4_000), keys)
+    tokens = perturbed_scores(torch.zeros(1, 20_000).expand(4_000, -1), torch.ones(4_000), keys).argmax(dim=1)
     assert_drawn_from(tokens // 500, torch.full((40,), 1 / 40))
 
 
@@ -183,10 +185,20 @@ def test_the_kept_set_is_that_of_transformers(changes: dict[str, Any], seed: int
     filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
     expected = warped(logits, temperature=2.0, **filters)
     sampler = sampler_with(slot_sampling(temperature=2.0, **changes))
-    special = sampler.prepare(ids(0), ids(1)).special
-    assert special is not None
-    filtered = sampler.filter_logits(logits[None].clone(), torch.tensor([[2.0]]), special)[0]
+    filters_of_row = sampler.prepare(ids(0), ids(1)).filters
+    filtered = sampler.filter_logits(logits[None].clone(), torch.tensor([[2.0]]), filters_of_row)[0]
     assert torch.equal(filtered == -torch.inf, expected == -torch.inf)
+
+
+def test_rows_of_different_top_k_keep_what_they_keep_alone() -> None:
+    """They are ranked together, to the width of the largest."""
+    num_rows = 4
+    logits = random_logits(14, num_rows, V)
+    rows = [slot_sampling(i, top_k=top_k, top_p=top_p) for i, (top_k, top_p) in enumerate(MIXED_RANKS)]
+    filters = sampler_with(*rows).prepare(np.arange(num_rows, dtype=np.int32), ids(1, 1, 1, 1)).filters
+    filtered = sampler_with().filter_logits(logits.clone(), torch.ones(num_rows, 1), filters)
+    for i, (top_k, top_p) in enumerate(MIXED_RANKS):
+        assert torch.equal(filtered[i], warped(logits[i], temperature=1.0, top_k=top_k, top_p=top_p, min_p=0.0))
 
 
 def test_of_equal_logits_exactly_k_of_the_lowest_ids_are_kept() -> None:
@@ -392,10 +404,21 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     logits = random_logits(10, 1, V)
     history = ids(3, 3, 8, 20, 21, 8)
     sampler = sampler_with(slot_sampling(repetition_penalty=penalty, num_prompt_tokens=3, history=history))
-    special = sampler.prepare(ids(0), ids(6)).special
-    assert special is not None
+    filters = sampler.prepare(ids(0), ids(6)).filters
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(history.astype(np.int64))[None], logits)
-    torch.testing.assert_close(sampler.filter_logits(logits, torch.ones(1, 1), special), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(sampler.filter_logits(logits, torch.ones(1, 1), filters), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.7, 0.0), (0.0, 0.4), (-1.0, 2.0), (2.0, -0.3)])
+def test_presence_and_frequency_penalties_count_the_output_alone(presence: float, frequency: float) -> None:
+    history = ids(3, 3, 8, 20, 21, 20, 20, 3)
+    changes: dict[str, Any] = {"presence_penalty": presence, "frequency_penalty": frequency}
+    sampler = sampler_with(slot_sampling(num_prompt_tokens=3, history=history, **changes))
+    filters = sampler.prepare(ids(0), ids(8)).filters
+    expected = torch.zeros(1, V)
+    for token, count in {20: 3, 21: 1, 3: 1}.items():
+        expected[0, token] = -presence - frequency * count
+    torch.testing.assert_close(sampler.filter_logits(torch.zeros(1, V), torch.ones(1, 1), filters), expected)
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(0.7, 0.0), (0.0, 0.4), (-1.0, 2.0), (2.0, -0.3)])

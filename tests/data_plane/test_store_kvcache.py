@@ -6,15 +6,18 @@ The Triton kernel runs compiled where there is a GPU, and in Triton's interprete
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from workers.kernels.attention import StoreKVCache
 from workers.kernels.reference import store_kvcache_torch
+
+StoreKVCache: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,7 +33,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[StoreKVCache]:
         yield importlib.import_module("workers.kernels.store_kvcache").store_kvcache
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.integers(1, 12),
     num_q_heads=st.integers(0, 5),

@@ -6,8 +6,7 @@ Backends are imported when chosen: a CPU engine never pays for importing Triton.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from scheduler.errors import ConfigError
 if TYPE_CHECKING:
     from workers.layers.attention import AttentionMetadata
 
-StoreKVCache: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(k, v, k_cache, v_cache, slot_mapping): write each token's key and value into its slot."""
-
 _FLASH_ATTN_2_PAGE = 256
 _HOPPER = 9
 
@@ -28,6 +24,8 @@ class AttentionBackend(Protocol):
     """Causal attention of a ragged step over a paged cache that already holds the step's own keys and values."""
 
     name: str
+    fits_graph: bool
+    """Whether a decode step can be captured in a CUDA graph: no look at the device's values from the host."""
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D). On a GPU without host synchronisation."""
@@ -55,17 +53,6 @@ def select_backend(
     from workers.kernels.flash import FlashAttention2, FlashAttention3
 
     return FlashAttention3() if name == "flash_attn_3" else FlashAttention2()
-
-
-def select_store(device: torch.device) -> StoreKVCache:
-    """The Triton kernel on a GPU, plain torch elsewhere."""
-    if device.type == "cuda":
-        from workers.kernels.store_kvcache import store_kvcache
-
-        return store_kvcache
-    from workers.kernels.reference import store_kvcache_torch
-
-    return store_kvcache_torch
 
 
 def _obstacle(name: str, device: torch.device, block_size: int, dtype: torch.dtype | None) -> str | None:

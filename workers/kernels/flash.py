@@ -20,6 +20,7 @@ class FlashAttention3:
     """One call serves decode, chunked prefill and mixed steps, with any block size."""
 
     name = "flash_attn_3"
+    fits_graph = True
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_with_kvcache
@@ -44,6 +45,7 @@ class FlashAttention2:
     """Decode-only steps use the split-key kernel, others the ragged one; block sizes are multiples of 256."""
 
     name = "flash_attn"
+    fits_graph = True
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

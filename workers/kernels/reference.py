@@ -28,6 +28,7 @@ class TorchAttention:
     """Decode rows attend together, padded to the longest; a prompt's rows attend by themselves."""
 
     name = "torch"
+    fits_graph = False
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D)."""
@@ -56,7 +57,8 @@ def _attend(
     """
     num_sequences, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    k, v = (_gather(cache, seq_lens, block_tables) for cache in (k_cache, v_cache))
+    slots = _slots(seq_lens, block_tables, k_cache.shape[1])
+    k, v = (_gather(cache, slots) for cache in (k_cache, v_cache))
     positions = seq_lens.unsqueeze(1) - q_len + torch.arange(q_len, device=q.device)
     is_seen = torch.arange(k.shape[2], device=q.device) <= positions.unsqueeze(-1)
     is_seen = is_seen.repeat(1, num_q_heads // num_kv_heads, 1).unsqueeze(1)
@@ -66,14 +68,17 @@ def _attend(
     return out.reshape(num_sequences * q_len, num_q_heads, head_dim).to(q.dtype)
 
 
-def _gather(cache: Tensor, seq_lens: Tensor, block_tables: Tensor) -> Tensor:
-    """The sequences' keys or values, padded to the longest: (N, P, K, D) -> (S, K, longest, D) float32.
+def _slots(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+    """Where each sequence's keys lie, (S, longest).
 
-    The padding repeats a sequence's last token: what unused slots hold may not even be a number.
+    The padding repeats a sequence's last slot: what unused slots hold may not even be a number.
     """
-    block_size = cache.shape[1]
-    positions = torch.arange(int(seq_lens.max()), device=cache.device)
+    positions = torch.arange(int(seq_lens.max()), device=seq_lens.device)
     positions = torch.minimum(positions, seq_lens.unsqueeze(1) - 1)
-    slots = block_tables.gather(1, positions // block_size) * block_size + positions % block_size
+    return block_tables.gather(1, positions // block_size) * block_size + positions % block_size
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """Keys or values at `slots`: (N, P, K, D) -> (S, K, longest, D) float32."""
     rows = cache.flatten(0, 1).index_select(0, slots.flatten())
     return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2).float()

@@ -1,16 +1,14 @@
-"""Causal attention of one layer over the paged KV cache, and the description of a step that it works from.
+"""The description of a step that attention works from.
 
-Called by `workers.models.decoder`; the metadata is built by `workers.batch`. The arithmetic is in `workers.kernels`.
+Built by `workers.batch` (and by `workers.decode_graph` for a captured step), handed through the model's forward to the
+backends of `workers.kernels`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from workers.kernels.attention import AttentionBackend, select_store
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,25 +28,3 @@ class AttentionMetadata:
     """(S, B) ids of each sequence's blocks; what lies beyond its seq_len is any valid id."""
     max_seqlen_q: int
     max_seqlen_k: int
-
-
-class Attention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v for this rank's heads."""
-
-    def __init__(self, head_dim: int, backend: AttentionBackend, device: torch.device) -> None:
-        super().__init__()
-        self.scale = head_dim**-0.5
-        self.backend = backend
-        self.store = select_store(device)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_cache_layer: tuple[Tensor, Tensor], metadata: AttentionMetadata
-    ) -> Tensor:
-        """q (T, H, D), k and v (T, K, D) -> (T, H, D).
-
-        The whole step's keys and values are stored before any query attends: a sequence may read what another one,
-        which shares a block with it, writes in this very step.
-        """
-        k_cache, v_cache = kv_cache_layer
-        self.store(k, v, k_cache, v_cache, metadata.slot_mapping)
-        return self.backend.forward(q, k_cache, v_cache, metadata, self.scale)

@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Each rank's logits, gathered on rank 0: (S, hidden) -> (S, V) there, None elsewhere.
+    """Each rank's logits of its own part of the vocabulary: (S, hidden) -> (S, V/R).
 
     A tied head is given the embedding's weight, and then reads nothing from the checkpoint.
     """
@@ -61,9 +61,13 @@ class ParallelLMHead(nn.Module):
         else:
             self.weight = tied_weight
 
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        logits = self.tp.gather_last_dim(F.linear(hidden, self.weight))
-        return None if logits is None else logits[..., : self.vocab_size]
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+    def gather(self, logits: Tensor) -> Tensor | None:
+        """All ranks' logits on rank 0, without the vocabulary's padding; None elsewhere."""
+        gathered = self.tp.gather_last_dim(logits)
+        return None if gathered is None else gathered[..., : self.vocab_size]
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         if not self.is_tied:

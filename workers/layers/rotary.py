@@ -27,12 +27,6 @@ class RotaryEmbedding:
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of x (T, heads, D) by its position's angle; in float32, returned in x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians a position for each of the D/2 pairs, (D/2,) float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -15,16 +15,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workers.kernels.attention import AttentionBackend
+from workers.kernels.ops import LayerOps, select_ops
 from workers.kv_cache import KVCache
-from workers.layers.attention import Attention, AttentionMetadata
+from workers.layers.attention import AttentionMetadata
 from workers.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from workers.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.parameter import CheckpointModule, CheckpointSlice, ParameterFactory
-from workers.layers.rotary import RotaryEmbedding, apply_rotary
+from workers.layers.rotary import RotaryEmbedding
 from workers.model_config import ModelConfig
 from workers.parallel import TensorParallel
 from workers.shard_plan import RankShard, Span
@@ -39,12 +39,12 @@ class SelfAttention(nn.Module):
         shard: RankShard,
         tp: TensorParallel,
         backend: AttentionBackend,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
-        self.head_dim = head_dim
-        self.num_heads = [shard.q_heads.size, shard.kv_heads.size, shard.kv_heads.size]
+        self.num_q_heads = shard.q_heads.size
         self.qkv_proj = QKVParallelLinear(
             hidden, heads, config.num_key_value_heads, head_dim, shard, config.qkv_bias, new_parameter
         )
@@ -52,11 +52,15 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads * head_dim, hidden, inputs, config.attention_output_bias, tp, new_parameter
         )
-        self.has_qk_norm = config.qk_norm
+        self.qk_weights: tuple[nn.Parameter, nn.Parameter] | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, new_parameter)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, new_parameter)
-        self.attention = Attention(head_dim, backend, new_parameter.device)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, new_parameter)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, new_parameter)
+            self.qk_weights = (self.q_norm.weight, self.k_norm.weight)
+        self.eps = config.rms_norm_eps
+        self.scale = head_dim**-0.5
+        self.backend = backend
+        self.ops = ops
 
     def forward(
         self,
@@ -65,28 +69,32 @@ class SelfAttention(nn.Module):
         kv_cache_layer: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
-        if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
-        return self.o_proj(self.attention(q, k, v, kv_cache_layer, metadata).flatten(1))
+        qkv = self.qkv_proj(x)
+        slots = metadata.slot_mapping
+        q = self.ops.norm_rope_store(qkv, self.num_q_heads, cos_sin, kv_cache_layer, slots, self.qk_weights, self.eps)
+        return self.o_proj(self.backend.forward(q, *kv_cache_layer, metadata, self.scale).flatten(1))
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> (T, hidden)."""
 
     def __init__(
-        self, config: ModelConfig, shard: RankShard, tp: TensorParallel, new_parameter: ParameterFactory
+        self,
+        config: ModelConfig,
+        shard: RankShard,
+        tp: TensorParallel,
+        ops: LayerOps,
+        new_parameter: ParameterFactory,
     ) -> None:
         super().__init__()
         hidden, columns, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = ("gate_proj", "up_proj")
+        self.ops = ops
         self.gate_up_proj = MergedColumnParallelLinear(hidden, columns, names, shard.intermediate, bias, new_parameter)
         self.down_proj = RowParallelLinear(columns, hidden, shard.intermediate, bias, tp, new_parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -98,13 +106,14 @@ class DecoderLayer(nn.Module):
         shard: RankShard,
         tp: TensorParallel,
         backend: AttentionBackend,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
-        self.self_attn = SelfAttention(config, shard, tp, backend, new_parameter)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
-        self.mlp = MLP(config, shard, tp, new_parameter)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
+        self.self_attn = SelfAttention(config, shard, tp, backend, ops, new_parameter)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
+        self.mlp = MLP(config, shard, tp, ops, new_parameter)
 
     def forward(
         self,
@@ -133,6 +142,7 @@ class Decoder(nn.Module):
         shard: RankShard,
         tp: TensorParallel,
         backend: AttentionBackend,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
         super().__init__()
@@ -140,15 +150,16 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, shard, tp, backend, new_parameter) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, shard, tp, backend, ops, new_parameter) for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, new_parameter)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, new_parameter.device)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        cos_sin = self.rotary.cos_sin(positions)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, cos_sin, kv_cache.layer(index), metadata)
         assert residual is not None  # there is at least one layer
@@ -170,7 +181,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         new_parameter = ParameterFactory(dtype, device)
-        self.model = Decoder(config, shard, tp, backend, new_parameter)
+        ops = select_ops(device, backend.name)
+        self.model = Decoder(config, shard, tp, backend, ops, new_parameter)
         tied_weight = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter, tied_weight
@@ -178,11 +190,15 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """Run the step's tokens, (T,) ids and (T,) positions, and store their keys and values: (T, hidden)."""
-        return self.model(input_ids, positions, kv_cache, metadata)
+        return self.model(input_ids, self.model.rotary.cos_sin(positions), kv_cache, metadata)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """(S, hidden) -> (S, V) on rank 0, None elsewhere. All ranks must call it."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """(S, hidden) -> (S, V/R): the logits of this rank's part of the vocabulary."""
         return self.lm_head(hidden)
+
+    def gather_logits(self, logits: Tensor) -> Tensor | None:
+        """(S, V/R) of each rank -> (S, V) on rank 0, None elsewhere. All ranks must call it."""
+        return self.lm_head.gather(logits)
 
     def checkpoint_slices(self) -> Iterator[CheckpointSlice]:
         """Every piece of this shard, and where in the checkpoint it lies."""

@@ -1,0 +1,48 @@
+"""What the command says to a person: errors, notes and numbers, all on standard error.
+
+Standard output is for results alone, so that it can be piped.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+def prepare_streams() -> None:
+    """Never fail over a character: what the terminal lacks is shown as ?, and what is no text is refused later on."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def print_error(error: Exception) -> None:
+    """One red line. What follows in the message, such as a rank's traceback, stands in the logs."""
+    first, *rest = str(error).splitlines() or [type(error).__name__]
+    _print(f"error: {first}", "bold red")
+    if rest:
+        print_note("the ranks' own words are in Ray's logs: /tmp/ray/session_latest/logs")
+
+
+def print_note(text: str) -> None:
+    """One dim line."""
+    _print(text, "dim")
+
+
+def write(text: str) -> None:
+    """Put a result on standard output, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def discard_stdout() -> None:
+    """Let what is still to be flushed at exit go nowhere: its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(text: str, style: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True, highlight=False).print(text, style=style, markup=False)

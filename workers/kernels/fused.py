@@ -1,0 +1,176 @@
+"""Triton kernels that do in one pass over memory what would take several: the layers' elementwise work on a GPU.
+
+Each rounds where `workers.kernels.reference` rounds, which is where transformers does. Called by the layers through
+`workers.kernels.ops`; imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < size
+    x = tl.load(x_ptr + row * size + columns, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        x = x + tl.load(residual_ptr + row * size + columns, mask=mask, other=0.0)
+        tl.store(residual_ptr + row * size + columns, x, mask=mask)
+    exact = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(exact * exact) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    tl.store(out_ptr + row * size + columns, (exact * scale).to(weight.dtype) * weight, mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (T, size) contiguous -> x / rms(x) * weight."""
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Of x + residual, both (T, size) contiguous: (the norm, the sum); the sum takes the residual's place."""
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, residual, weight, out, eps)
+    return out, residual
+
+
+def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(x.numel() // size,)](
+        x,
+        residual,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+    )
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    gate = tl.load(gate_up_ptr + row * 2 * num_columns + columns, mask=mask)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * num_columns + columns, mask=mask)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    tl.store(out_ptr + row * num_columns + columns, silu * up, mask=mask)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """(T, 2 I) contiguous, gate before up -> silu(gate) * up, (T, I)."""
+    num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, num_columns)
+    block = min(1024, triton.next_power_of_2(num_columns))
+    _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, block))](gate_up, out, num_columns, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    num_q_heads,
+    num_kv_heads,
+    eps,
+    HAS_NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    num_heads = num_q_heads + 2 * num_kv_heads
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HALF
+    head_ptr = qkv_ptr + (token * num_heads + head) * (2 * HALF)
+    first = tl.load(head_ptr + columns, mask=mask, other=0.0)
+    second = tl.load(head_ptr + HALF + columns, mask=mask, other=0.0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # 64 bits: offsets pass 2**31 in a large cache
+    if head >= num_q_heads + num_kv_heads:
+        if slot >= 0:
+            out_ptr = v_cache_ptr + (slot * num_kv_heads + head - num_q_heads - num_kv_heads) * (2 * HALF)
+            tl.store(out_ptr + columns, first, mask=mask)
+            tl.store(out_ptr + HALF + columns, second, mask=mask)
+        return
+    is_query = head < num_q_heads
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
+        weight_ptr = q_weight_ptr if is_query else k_weight_ptr
+        x_weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+        y_weight = tl.load(weight_ptr + HALF + columns, mask=mask, other=0.0)
+        x = ((x * scale).to(first.dtype) * x_weight).to(tl.float32)
+        y = ((y * scale).to(first.dtype) * y_weight).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + columns, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + columns, mask=mask, other=0.0)
+    turned_x = (x * cos - y * sin).to(first.dtype)
+    turned_y = (y * cos + x * sin).to(first.dtype)
+    if is_query:
+        out_ptr = q_ptr + (token * num_q_heads + head) * (2 * HALF)
+        tl.store(out_ptr + columns, turned_x, mask=mask)
+        tl.store(out_ptr + HALF + columns, turned_y, mask=mask)
+    elif slot >= 0:
+        out_ptr = k_cache_ptr + (slot * num_kv_heads + head - num_q_heads) * (2 * HALF)
+        tl.store(out_ptr + columns, turned_x, mask=mask)
+        tl.store(out_ptr + HALF + columns, turned_y, mask=mask)
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    num_q_heads: int,
+    cos_sin: tuple[Tensor, Tensor],
+    kv_cache_layer: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    qk_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Normalise (if there are weights) and turn the heads of q and k, write k and v into their slots; returns q.
+
+    qkv (T, (H + 2 K) * D) contiguous -> q (T, H, D). cos and sin (T, 1, D/2) float32; slot -1 is not written.
+    """
+    k_cache, v_cache = kv_cache_layer
+    num_kv_heads, head_dim = k_cache.shape[-2:]
+    num_tokens = qkv.shape[0]
+    q = qkv.new_empty(num_tokens, num_q_heads, head_dim)
+    cos, sin = cos_sin
+    q_weight, k_weight = qk_weights if qk_weights is not None else (None, None)
+    _norm_rope_store_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+        qkv,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        q,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_q_heads,
+        num_kv_heads,
+        eps,
+        HAS_NORM=qk_weights is not None,
+        HALF=head_dim // 2,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        num_warps=1,
+    )
+    return q
