@@ -6,6 +6,7 @@ Called by `raytp.driver`, from any thread. Next hop of a request: `scheduler.sch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -57,15 +58,14 @@ class Engine:
         self._mailboxes_lock = threading.Lock()
         self._next_seq_id = 0
         self._is_closing = False
-        self._failure: str | None = None
+        self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="raytp-steps", daemon=True)
         self._thread.start()
 
     def submit(self, client_id: str, requests: list[Request]) -> None:
         """Queue requests of one caller; what becomes of them arrives in the caller's mailbox."""
         self._check_alive()
-        mailbox = self._mailbox(client_id)
-        self._commands.put(lambda: self._admit(client_id, requests, mailbox))
+        self._commands.put(lambda: self._admit(client_id, requests))
 
     def abort(self, client_id: str, request_id: int | None, index: int | None, finish_reason: str) -> None:
         """End one completion, one request, or (None) all requests of a caller. Unknown ids are ignored."""
@@ -87,30 +87,35 @@ class Engine:
         """The scheduler's counts, read between two steps."""
         answer: queue.SimpleQueue[SchedulerStats] = queue.SimpleQueue()
         self._commands.put(lambda: answer.put(self._scheduler.stats()))
-        try:
-            return answer.get(timeout=timeout_s)
-        except queue.Empty:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
             self._check_alive()
-            raise EngineError(f"the step loop did not answer within {timeout_s:g} s") from None
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=0.1)
+        raise EngineError(f"the step loop did not answer within {timeout_s:g} s")
 
     def close(self) -> None:
         """End the step loop and tell the ranks to end; callers that wait get EngineClosedError."""
-        self._commands.put(self._stop)
+        self._is_closing = True
+        self._commands.put(lambda: None)  # wakes the loop
         self._thread.join(timeout=5.0)
-        self._fail("the engine has been shut down")
+        self._fail(EngineClosedError("the engine has been shut down"))
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise (EngineClosedError if self._is_closing else EngineError)(self._failure)
+        failure = self._failure
+        if failure is not None:
+            raise type(failure)(str(failure))  # a new one for each caller: a raised exception gathers traceback
 
     def _mailbox(self, client_id: str) -> Mailbox:
         with self._mailboxes_lock:
-            return self._mailboxes.setdefault(client_id, Mailbox())
+            return self._mailboxes.setdefault(client_id, Mailbox(is_closed=self._failure is not None))
 
     def _drop_mailbox(self, client_id: str) -> None:
         self._deliver(self._scheduler.take_updates())
         with self._mailboxes_lock:
-            self._mailboxes.pop(client_id, None)
+            mailbox = self._mailboxes.pop(client_id, None)
+        if mailbox is not None:
+            mailbox.close()
 
     def _run(self) -> None:
         try:
@@ -120,10 +125,10 @@ class Engine:
                 self._deliver(self._scheduler.take_updates())
         except RaytpError as error:
             logger.error("the engine ends: %s", error)
-            self._fail(str(error))
+            self._fail(error if isinstance(error, EngineError) else EngineError(str(error)))
         except Exception as error:
             logger.exception("the step loop failed")
-            self._fail(f"the step loop failed with {type(error).__name__}: {error}; this is a bug in raytp")
+            self._fail(EngineError(f"the step loop failed with {type(error).__name__}: {error}; this is a bug in raytp"))
         finally:
             self._transport.close()
 
@@ -143,10 +148,7 @@ class Engine:
         if num_in_flight == _MAX_IN_FLIGHT or (step is None and num_in_flight):
             self._scheduler.postprocess(self._transport.receive())
 
-    def _stop(self) -> None:
-        self._is_closing = True
-
-    def _admit(self, client_id: str, requests: list[Request], mailbox: Mailbox) -> None:
+    def _admit(self, client_id: str, requests: list[Request]) -> None:
         for request in requests:
             for index in range(request.sampling.n):
                 sampling = _sampling_of_completion(request.sampling, index)
@@ -155,7 +157,7 @@ class Engine:
                 try:
                     self._scheduler.add(seq)
                 except RequestError as error:
-                    mailbox.put([_refusal(completion, str(error))])
+                    self._mailbox(client_id).put([_refusal(completion, str(error))])
                     continue
                 self._completions[seq.seq_id] = completion
                 self._next_seq_id += 1
@@ -188,9 +190,9 @@ class Engine:
         for client_id, letter in letters.items():
             self._mailbox(client_id).put(letter)
 
-    def _fail(self, message: str) -> None:
-        self._failure = self._failure or message
+    def _fail(self, failure: EngineError) -> None:
         with self._mailboxes_lock:
+            self._failure = self._failure or failure
             for mailbox in self._mailboxes.values():
                 mailbox.close()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import threading
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +81,8 @@ class LLM:
             self._generation_config = load_generation_config(source.path)
             bar.update("starting Ray", 0.0)
             loading = _TokenizerThread(source.path)
-            ensure_ray(config.tensor_parallel_size)
+            with _interrupt_deferred():
+                ensure_ray(config.tensor_parallel_size)
             self.tokenizer = loading.result()
             worker_config = _worker_config(config, self.model_config, source.path, self.tokenizer)
             self._driver = DriverClient(config, worker_config, self.model_config.vocab_size)
@@ -174,6 +177,8 @@ class LLM:
     def _resolve(self, params: SamplingParams) -> ResolvedSampling:
         eos = tuple(i for i in self.model_config.eos_token_ids if i < self.model_config.vocab_size)
         resolved = resolve(params, self._generation_config, eos, secrets.randbelow(MAX_SEED))
+        if resolved.stop and self.tokenizer is None:
+            raise RequestError("stop strings need text, and the model has no tokenizer: use stop_token_ids")
         return fit_to_model(resolved, self.model_config.vocab_size, self.info.max_model_len)
 
     def _params_for(
@@ -331,6 +336,26 @@ def _check_salt(cache_salt: str) -> None:
         raise RequestError(f"cache_salt={cache_salt!r} must be a str without surrogates") from None
 
 
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block.
+
+    Starting Ray forks. Python loses an interrupt that arrives in its fork hooks, and keeps the lock of `logging`, which
+    one of them holds, for ever: whoever logs or imports next hangs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts go to the main thread alone
+        return
+    arrived = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: arrived.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if arrived.is_set():
+        raise KeyboardInterrupt
+
+
 def _engine_config(tensor_parallel_size: int, options: dict[str, Any]) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
@@ -376,6 +401,6 @@ def _worker_config(config: EngineConfig, model: ModelConfig, path: Path, tokeniz
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if device == "cuda" else 512),
         max_model_len=max_model_len,
         num_valid_tokens=None if tokenizer is None else tokenizer.vocab_size,
-        num_threads=max(1, (os.cpu_count() or 1) // config.tensor_parallel_size),
+        num_threads=max(1, ((os.cpu_count() or 1) - 1) // config.tensor_parallel_size),  # one core for the driver
         timeout_s=config.startup_timeout_s,
     )

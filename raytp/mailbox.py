@@ -10,9 +10,9 @@ from raytp.outputs import CompletionUpdate
 class Mailbox:
     """A list that can be waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_closed: bool = False) -> None:
         self._updates: list[CompletionUpdate] = []
-        self._is_closed = False
+        self._is_closed = is_closed
         self._condition = threading.Condition()
 
     def put(self, updates: list[CompletionUpdate]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,8 +16,8 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str):
+    """One prompt or many, as a list. A list of integers is one prompt, and so is what can be no list of prompts."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items: list[Any] = list(prompts)
     is_one = bool(items) and all(isinstance(item, (int, np.integer)) for item in items)
@@ -26,6 +26,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def as_conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation or many, as a list. A list of messages is one conversation."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+        return [messages]
     items: list[Any] = list(messages)
     return [items] if items and isinstance(items[0], Mapping) else items
 
@@ -36,7 +38,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
         if not prompt:
             raise RequestError("the prompt is an empty string: it must have at least one token")
         return require_tokenizer(tokenizer).encode(prompt)
-    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray)):
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
         raise RequestError(f"a prompt must be a str or a list of token ids, not {type(prompt).__name__}")
     if len(prompt) == 0:
         raise RequestError("the prompt is an empty list: it must have at least one token")
@@ -44,7 +48,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
         if not isinstance(token_id, (int, np.integer)) or isinstance(token_id, bool):
             raise RequestError(f"the prompt holds {token_id!r}: token ids are integers")
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token id {token_id} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+            # Python refuses to print an int of over 4,300 digits.
+            shown = token_id if abs(token_id) < 10**100 else "of over 100 digits"
+            raise RequestError(f"token id {shown} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
     return np.array(prompt, dtype=np.int32)
 
 

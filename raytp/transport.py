@@ -112,6 +112,10 @@ class SocketTransport(Transport):
         """What a rank that is ready to read has sent; None if its connection has ended."""
         try:
             frame = self._decoder.decode(self._connections[rank].recv_bytes())
+        except BlockingIOError:
+            raise StepTimeoutError(
+                f"{self._names[rank]} stopped in the middle of an answer for step_timeout_s={self._timeout_s:g}"
+            ) from None
         except (EOFError, OSError):
             self._poller.unregister(self._connections[rank].fileno())
             return None

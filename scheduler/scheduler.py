@@ -33,6 +33,7 @@ class Scheduler:
         self.block_manager = block_manager or BlockManager(
             config.num_kv_blocks, config.block_size, config.enable_prefix_caching
         )
+        self._block_size = config.block_size
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """By seq_id, oldest first."""
@@ -106,6 +107,7 @@ class Scheduler:
             return None
         self._in_flight.append((self._num_steps, builder.sampled))
         self._num_steps += 1
+        self._num_computed_tokens += builder.num_tokens
         return builder.build(self._num_steps - 1)
 
     def postprocess(self, result: StepResult) -> None:
@@ -159,7 +161,7 @@ class Scheduler:
             return  # its last token is on its way
         num_tokens = min(length - seq.num_computed_tokens, builder.token_budget)
         num_wanted = seq.num_computed_tokens + num_tokens
-        if num_wanted <= len(seq.block_table) * self.config.block_size or self._grow(seq, num_wanted, builder):
+        if num_wanted <= len(seq.block_table) * self._block_size or self._grow(seq, num_wanted, builder):
             self._add_row(seq, num_tokens, builder)
 
     def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
@@ -201,7 +203,6 @@ class Scheduler:
 
     def _add_row(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
         builder.add_row(seq, num_tokens)
-        self._num_computed_tokens += num_tokens
         # The step writes keys and values before any of its queries attend, so its own later rows may share them.
         self._hash_new_blocks(seq)
 
@@ -212,14 +213,13 @@ class Scheduler:
         elif seq.num_tokens >= seq.max_length:
             self._finish(seq, "length", token_id=token_id, logprobs=logprobs)
         else:
-            update = SequenceUpdate(seq.seq_id, token_id, logprobs, num_cached_tokens=seq.num_cached_tokens or 0)
-            self._updates.append(update)
-            if seq.status is SequenceStatus.RUNNING:
-                self._hash_new_blocks(seq)
+            self._updates.append(SequenceUpdate(seq.seq_id, token_id, logprobs))
+            self._hash_new_blocks(seq)
 
     def _hash_new_blocks(self, seq: Sequence) -> None:
         """Publish blocks that have become full, known and computed; in most steps there are none."""
-        if min(seq.num_computed_tokens, seq.num_tokens) >= (seq.num_hashed_blocks + 1) * self.config.block_size:
+        end_of_block = (seq.num_hashed_blocks + 1) * self._block_size
+        if seq.num_tokens >= end_of_block and seq.num_computed_tokens >= end_of_block:
             self.block_manager.hash_blocks(seq)
 
     def _fail_outgrown(self, seq: Sequence) -> None:

@@ -16,15 +16,15 @@ _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 class StepBuilder:
     """The rows of a step in the making."""
 
-    def __init__(self, token_budget: int) -> None:
-        self.token_budget = token_budget
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self.token_budget = max_num_tokens
         """Tokens that the step has room for."""
         self.sampled: list[Sequence] = []
         """Sequences whose rows sample, in the order of the rows."""
         self._rows: list[tuple[int, int, int, bool]] = []
         """(slot, num_scheduled_tokens, seq_len, samples)"""
         self._tokens: list[tuple[int, IntArray]] = []
-        self._num_tokens = 0
         self._new_blocks: list[tuple[int, int, list[int]]] = []
         self._new_slots: list[SlotSampling] = []
 
@@ -32,6 +32,11 @@ class StepBuilder:
     def num_rows(self) -> int:
         """Sequences in the step so far."""
         return len(self._rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the step so far."""
+        return self._max_num_tokens - self.token_budget
 
     def take_slot(self, seq: Sequence) -> None:
         """The sequence enters the ranks' state: its settings and its whole block table travel with this step."""
@@ -48,14 +53,12 @@ class StepBuilder:
     def add_row(self, seq: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of a sequence; advances it past them."""
         assert seq.slot is not None
-        assert 0 < num_tokens <= self.token_budget
         start = seq.num_computed_tokens
         end = start + num_tokens
         samples = end == seq.num_tokens + seq.num_pending_tokens
         if not (seq.has_sampled_in_slot and samples and num_tokens == 1):
-            self._tokens.append((self._num_tokens, seq.token_ids[start:end]))
+            self._tokens.append((self.num_tokens, seq.token_ids[start:end]))
         self._rows.append((seq.slot, num_tokens, end, samples))
-        self._num_tokens += num_tokens
         self.token_budget -= num_tokens
         seq.num_computed_tokens = end
         if samples:
@@ -65,7 +68,8 @@ class StepBuilder:
 
     def build(self, step_id: int) -> Step:
         """The step, with arrays of its own. There must be a row."""
-        token_ids = np.full(self._num_tokens, TOKEN_ON_DEVICE, dtype=np.int32)
+        assert 0 < self.num_tokens <= self._max_num_tokens
+        token_ids = np.full(self.num_tokens, TOKEN_ON_DEVICE, dtype=np.int32)
         for start, tokens in self._tokens:
             token_ids[start : start + len(tokens)] = tokens
         slots, num_scheduled_tokens, seq_lens, samples = np.ascontiguousarray(np.array(self._rows, dtype=np.int32).T)

@@ -29,6 +29,7 @@ class SequenceUpdate(NamedTuple):
     """The token that ended it, if one did."""
     error: str | None = None
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache served, once it has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ def ray_session() -> Iterator[None]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
 
-    ray.init(
-        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
-    )
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     yield
     ray.shutdown()

@@ -26,6 +26,8 @@ from workers.frames import HELLO, Frame, FrameDecoder, encode
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_HANDSHAKES = 64
+# Of what is no peer of ours, Python before 3.12 asserts some things that later versions raise AuthenticationError for.
+_HANDSHAKE_ERRORS = (OSError, EOFError, AuthenticationError, AssertionError, ValueError, FrameError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,7 @@ class ChannelAddress:
 def connect(address: ChannelAddress, key: bytes, epoch: int, rank: int, timeout_s: float) -> Connection:
     """The rank's end. Raises ChannelError if the driver cannot be reached or does not have the key."""
     try:
-        if address.path is not None:
-            raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            raw.settimeout(timeout_s)
-            raw.connect(address.path)
-        else:
-            raw = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        raw = _connect_raw(address, timeout_s)
     except OSError as error:
         here = socket.gethostname()
         raise ChannelError(f"rank {rank} on {here} cannot reach the driver at {address}: {error}") from error
@@ -56,12 +53,25 @@ def connect(address: ChannelAddress, key: bytes, epoch: int, rank: int, timeout_
     try:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
-    except (OSError, EOFError, AuthenticationError) as error:
+        connection.send_bytes(encode(Frame(epoch, 0, HELLO, rank)))
+    except _HANDSHAKE_ERRORS as error:
         connection.close()
         raise ChannelError(f"rank {rank}: handshake with the driver at {address} failed: {error}") from error
-    connection.send_bytes(encode(Frame(epoch, 0, HELLO, rank)))
     set_timeouts(connection, receive_s=0, send_s=0)
     return connection
+
+
+def _connect_raw(address: ChannelAddress, timeout_s: float) -> socket.socket:
+    if address.path is None:
+        return socket.create_connection((address.host, address.port), timeout=timeout_s)
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        raw.settimeout(timeout_s)
+        raw.connect(address.path)
+    except OSError:
+        raw.close()
+        raise
+    return raw
 
 
 def set_timeouts(connection: Connection, *, receive_s: float, send_s: float) -> None:
@@ -103,10 +113,9 @@ class Listener:
         deadline = time.monotonic() + timeout_s
         try:
             with self._condition:
-                while len(self._arrived) < num_ranks:
+                while missing := sorted(set(range(num_ranks)) - set(self._arrived)):
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        missing = sorted(set(range(num_ranks)) - set(self._arrived))
                         raise ChannelError(
                             f"ranks {missing} did not connect to {self.local_address} or {self.remote_address} "
                             f"within {timeout_s:g} s"
@@ -135,7 +144,11 @@ class Listener:
             try:
                 raw, _ = listening.accept()
             except OSError:
-                return
+                self._slots.release()
+                if self._closed:
+                    return
+                time.sleep(0.05)  # out of file descriptors, say: that passes
+                continue
             threading.Thread(target=self._handshake, args=(raw,), name="raytp-handshake", daemon=True).start()
 
     def _handshake(self, raw: socket.socket) -> None:
@@ -144,9 +157,9 @@ class Listener:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = FrameDecoder(self._epoch).decode(connection.recv_bytes())
-            if hello.kind != HELLO or not isinstance(hello.body, int):
+            if hello.kind != HELLO or type(hello.body) is not int:
                 raise FrameError(f"expected a hello, got {hello.kind}")
-        except (OSError, EOFError, AuthenticationError, FrameError):
+        except _HANDSHAKE_ERRORS:
             connection.close()  # a stranger, or a rank of an epoch that is over
             return
         finally:

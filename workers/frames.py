@@ -91,13 +91,15 @@ def _parse(data: bytes) -> Frame:
     if len(rest) != 4:
         raise FrameError(f"frame with {len(rest) + 1} fields, expected 5")
     epoch, step_id, kind, body = rest
-    if not isinstance(epoch, int) or not isinstance(step_id, int) or kind not in _KINDS:
+    if type(epoch) is not int or type(step_id) is not int or not isinstance(kind, str) or kind not in _KINDS:
         raise FrameError(f"frame with epoch {epoch!r}, step {step_id!r}, kind {kind!r}")
     return Frame(epoch, step_id, kind, body)
 
 
 _SLOT_FIELDS = tuple(field.name for field in fields(SlotSampling))
 _SLOT_ARRAYS = frozenset(("stop_token_ids", "history"))
+_SLOT_TYPES = tuple({"int": int, "float": float, "IntArray": bytes}[str(field.type)] for field in fields(SlotSampling))
+_REPORT_TYPES = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(ErrorReport)}
 _STEP_ARRAYS = tuple(field.name for field in fields(Step) if field.name not in ("step_id", "new_slots"))
 
 
@@ -111,7 +113,9 @@ def read_step(frame: Frame) -> Step:
     try:
         arrays, slots = frame.body
         columns = dict(zip(_STEP_ARRAYS, map(_ints, arrays), strict=True))
-        return Step(step_id=frame.step_id, new_slots=tuple(map(_read_slot, slots)), **columns)
+        step = Step(step_id=frame.step_id, new_slots=tuple(map(_read_slot, slots)), **columns)
+        _check_lengths(step)
+        return step
     except (ValueError, TypeError) as error:
         raise FrameError(f"step {frame.step_id} cannot be read: {error}") from error
 
@@ -145,10 +149,20 @@ def error_body(report: ErrorReport) -> Any:
 
 def read_error(frame: Frame) -> ErrorReport:
     """The report in an ERROR frame. Raises FrameError."""
-    try:
-        return ErrorReport(**frame.body)
-    except TypeError as error:
-        raise FrameError(f"error report cannot be read: {error}") from error
+    body = frame.body
+    if not isinstance(body, dict) or {name: type(value) for name, value in body.items()} != _REPORT_TYPES:
+        raise FrameError(f"error report cannot be read: {body!r}")
+    return ErrorReport(**body)
+
+
+def _check_lengths(step: Step) -> None:
+    """The arrays must fit each other, since each rank indexes its memory with them. Raises ValueError."""
+    rows, changes = {len(step.slots)}, {len(step.block_slots)}
+    rows |= {len(column) for column in (step.num_scheduled_tokens, step.seq_lens, step.samples)}
+    changes |= {len(column) for column in (step.block_starts, step.block_counts)}
+    sums = int(step.num_scheduled_tokens.sum()), int(step.block_counts.sum())
+    if len(rows) > 1 or len(changes) > 1 or sums != (len(step.token_ids), len(step.block_ids)):
+        raise ValueError("its arrays do not fit each other")
 
 
 def _ints(data: bytes) -> IntArray:
@@ -165,6 +179,8 @@ def _slot_body(slot: SlotSampling) -> list[Any]:
 
 
 def _read_slot(values: list[Any]) -> SlotSampling:
+    if tuple(map(type, values)) != _SLOT_TYPES:
+        raise TypeError(f"a slot cannot have {values!r}")
     columns = dict(zip(_SLOT_FIELDS, values, strict=True))
     return SlotSampling(**columns | {name: _ints(columns[name]) for name in _SLOT_ARRAYS})
 
@@ -173,7 +189,7 @@ def _read_logprobs(rows: bytes, chosen: bytes, top_ids: bytes, top: bytes) -> St
     num_rows = len(_ints(rows))
     return StepLogprobs(
         rows=_ints(rows),
-        chosen=_floats(chosen),
+        chosen=_floats(chosen).reshape(num_rows),
         top_ids=_ints(top_ids).reshape(num_rows, -1),
         top=_floats(top).reshape(num_rows, -1),
     )

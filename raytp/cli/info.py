@@ -129,10 +129,9 @@ def _print_tables(
     output.print()
     output.print(split)
     if memory_gib is not None:
-        note = "" if num_tokens else ": the weights alone do not leave room for one"
-        output.print(
-            f"\nWith {memory_gib:g} GiB a rank, {num_tokens:,} tokens of KV cache fit beside the weights{note}."
-        )
+        note = "" if num_tokens else "; the weights alone leave no room"
+        text = f"\nWith {memory_gib:g} GiB a rank, {num_tokens:,} tokens of KV cache fit beside the weights{note}."
+        output.print(text, soft_wrap=True)
 
 
 def _facts(name: str, config: ModelConfig, dtype: str) -> list[tuple[str, str]]:

@@ -44,7 +44,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2", {"hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": None}),
-    "llama": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "hidden_size": 60, "num_attention_heads": 10, "num_key_value_heads": 5}),
+    "llama": (
+        "Llama",
+        {"rope_parameters": _LLAMA3_ROPE, "hidden_size": 60, "num_attention_heads": 10, "num_key_value_heads": 5},
+    ),
 }
 """Head counts that two, three or four ranks share unevenly."""
 

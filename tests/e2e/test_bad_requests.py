@@ -139,7 +139,7 @@ def test_stream_of_a_refused_prompt_ends_with_its_error(llm: LLM) -> None:
 
 def test_sequence_that_outgrows_a_pool_of_two_blocks(engines: EngineCache) -> None:
     """It has the pool to itself at the end, fails alone, and those that waited for it are served."""
-    llm = engines.get(TRIVIA, block_size=16, num_kv_blocks=2)
+    llm = engines.get(TRIVIA, block_size=16, num_kv_blocks=2, max_model_len=512)
     known = [(question, answer) for question, answer in questions() if len(question) + len(answer) < 40][:6]
     assert len(known) == 6
     conversations = [[{"role": "user", "content": question}] for question, _ in known]

@@ -75,9 +75,7 @@ def test_same_after_preemption(
     assert [output.token_ids for output in outputs] == alone * 3
 
 
-def test_same_with_two_ranks(
-    random_checkpoints: dict[str, Path], engines: EngineCache, alone: list[list[int]]
-) -> None:
+def test_same_with_two_ranks(random_checkpoints: dict[str, Path], engines: EngineCache, alone: list[list[int]]) -> None:
     outputs = engines.get(random_checkpoints["qwen3"], 2).generate(_PROMPTS, _PARAMS)
     assert [output.token_ids for output in outputs] == alone
 

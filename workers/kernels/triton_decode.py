@@ -411,7 +411,8 @@ def attend_decode(
     assert out.is_contiguous()
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
-    num_heads, num_columns = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    num_heads, num_columns = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
+    shrink = max(1, num_columns * q.element_size() // 256)  # shared memory has room for fewer wide rows
     combining = {
         "G": group,
         "D": head_dim,
@@ -439,7 +440,7 @@ def attend_decode(
         HEADS=heads,
         P=page,
         UNIT=_UNIT,
-        TILE=config.tile,
+        TILE=max(16, config.tile // shrink),
         NUM_ROWS=max(16, num_heads),  # tl.dot works on 16 at least
         PLAN_COLUMNS=_PLAN_COLUMNS,
         IS_MIXED=cu_seqlens_q is not None,

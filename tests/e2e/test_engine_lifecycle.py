@@ -1,0 +1,259 @@
+"""Engines end with all their processes, however they end, and say why they cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from raytp import LLM, SamplingParams
+from raytp.errors import (
+    EngineClosedError,
+    EngineError,
+    ModelNotFoundError,
+    PlacementError,
+    UnsupportedModelError,
+    WeightsError,
+)
+from tests.e2e.checkpoints import TRIVIA, questions
+from tests.e2e.conftest import EngineCache
+
+_ENDLESS = SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)
+_GONE_WITHIN_S = 15.0
+_FAILS_WITHIN_S = 15.0
+"""Far more than it takes; the machine may be busy."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(engine_cache: EngineCache) -> Iterator[None]:
+    """Each test starts without engines, and leaves no process and no placement group."""
+    engine_cache.clear()
+    _wait_until(_nothing_is_left)
+    yield
+    _wait_until(_nothing_is_left)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, (_actor_pids("RankActor"), _actor_pids("Driver"), _placement_groups())
+        time.sleep(0.05)
+
+
+def _nothing_is_left() -> bool:
+    return not (_actor_pids("RankActor") or _actor_pids("Driver") or _placement_groups())
+
+
+def _placement_groups() -> list[str]:
+    states = [group["state"] for group in placement_group_table().values()]
+    return [state for state in states if state != "REMOVED"]
+
+
+def _actor_pids(actor_class: str) -> list[int]:
+    """Processes of this test session's Ray that run an actor of this class, which Ray writes into their title."""
+    return [pid for pid, _, title in _processes() if title.startswith(f"ray::{actor_class}") and _is_ours(pid)]
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """(pid, parent's pid, title) of each process."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            yield int(folder.name), parent, (folder / "cmdline").read_text().replace("\0", " ")
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended meanwhile
+
+
+def _is_ours(pid: int) -> bool:
+    parents = {child: parent for child, parent, _ in _processes()}
+    while pid > 1 and pid != os.getpid():
+        pid = parents.get(pid, 0)
+    return pid == os.getpid()
+
+
+def _answers(llm: LLM) -> bool:
+    question, answer = questions()[0]
+    return llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0))[0].text == answer
+
+
+def _generate_forever(llm: LLM) -> None:
+    while True:
+        llm.generate([[5 + i] for i in range(64)], _ENDLESS)
+
+
+def test_context_manager_and_shutdown() -> None:
+    with LLM(TRIVIA, 2) as llm:
+        assert len(_actor_pids("RankActor")) == 2
+        assert len(_actor_pids("Driver")) == 1
+        assert _answers(llm)
+    assert _actor_pids("RankActor") == []
+    for use in (
+        lambda: llm.generate("a"),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        lambda: list(llm.stream("a")),
+        lambda: llm.stats(),
+    ):
+        with pytest.raises(EngineClosedError, match="shut down"):
+            use()
+    llm.shutdown()
+
+
+def test_shutdown_while_another_thread_generates() -> None:
+    llm = LLM(TRIVIA)
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            _generate_forever(llm)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    time.sleep(1)
+    llm.shutdown()
+    thread.join(timeout=_FAILS_WITHIN_S)
+    assert not thread.is_alive()
+    assert [isinstance(error, EngineError) for error in errors] == [True], errors
+
+
+@pytest.mark.parametrize("transport", ["socket", "ray"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_it_generates(victim: int, transport: str) -> None:
+    llm = LLM(TRIVIA, 2, transport=transport)
+    pids = _actor_pids("RankActor")
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        os.kill(pids[victim], signal.SIGKILL)
+
+    timer = threading.Timer(1.0, kill)
+    timer.start()
+    with pytest.raises(EngineError, match=rf"rank \d \(pid {pids[victim]} on .*\) died"):
+        _generate_forever(llm)
+    assert time.monotonic() - killed_at[0] < _FAILS_WITHIN_S
+    with pytest.raises(EngineError, match=f"pid {pids[victim]}"):
+        llm.generate([5, 6])
+    llm.shutdown()
+
+
+def test_the_driver_killed_while_it_generates() -> None:
+    llm = LLM(TRIVIA)
+    (pid,) = _actor_pids("Driver")
+    timer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(EngineError, match="driver actor died"):
+        _generate_forever(llm)
+    llm.shutdown()
+
+
+def test_missing_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        LLM(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+        LLM(tmp_path)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    config = json.loads((TRIVIA / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 1_000_000])
+def test_damaged_weights(num_bytes: int, tmp_path: Path) -> None:
+    """A file that was cut off: the error names it, and the ranks that found it are gone."""
+    for file in TRIVIA.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: num_bytes if file.suffix == ".safetensors" else None])
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read"):
+        LLM(tmp_path, 2 if num_bytes == 100 else 1)
+
+
+def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
+    config = json.loads((TRIVIA / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 32, "num_key_value_heads": 32}))
+    with pytest.raises(PlacementError) as raised:
+        LLM(tmp_path, 17, load_format="dummy", placement_timeout_s=2)
+    message = str(raised.value)
+    for fragment in ("17 CPU on one node", "placement_timeout_s=2", "16 of 16 CPU free", "lower tensor_parallel_size"):
+        assert fragment in message
+
+
+def test_a_cluster_that_is_busy() -> None:
+    others = placement_group([{"CPU": 1}] * 14)
+    assert others.wait(10)
+    with pytest.raises(PlacementError, match="3 CPU on one node") as raised:
+        LLM(TRIVIA, 3, placement_timeout_s=2)
+    assert "2 of 16 CPU free" in str(raised.value)
+    with LLM(TRIVIA, 2) as llm:
+        assert _answers(llm)
+    remove_placement_group(others)
+
+
+_SCRIPT = """
+import sys
+from raytp import LLM, SamplingParams
+llm = LLM(sys.argv[1], 2)
+assert len(llm.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+print("generated", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_script_that_does_not_shut_down_on_a_running_cluster() -> None:
+    """Its engine ends with it; the cluster goes on."""
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    script = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(TRIVIA)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (script.stdout, script.returncode) == ("generated\n", 0), script.stderr
+
+
+@pytest.mark.parametrize("ending", ["exit", "SIGKILL"])
+def test_a_script_with_a_ray_of_its_own_leaves_no_process(ending: str, tmp_path: Path) -> None:
+    """Not even one that is killed."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    script = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, str(TRIVIA)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert script.stdin is not None
+    assert script.stdout is not None
+    assert script.stdout.readline() == "generated\n"
+    started = _descendants(script.pid)
+    assert len([title for title in started.values() if title.startswith(("ray::RankActor", "ray::Driver"))]) == 3
+    if ending == "SIGKILL":
+        script.kill()
+    script.communicate("\n", timeout=60)
+    assert script.returncode == (0 if ending == "exit" else -signal.SIGKILL)
+    _wait_until(lambda: not {pid for pid, _, title in _processes() if pid in started and title})  # a zombie has none
+
+
+def _descendants(pid: int) -> dict[int, str]:
+    """Title of each process that `pid` has started, directly or not."""
+    processes = list(_processes())
+    found = {pid: ""}
+    for _ in range(10):
+        found |= {child: title for child, parent, title in processes if parent in found and child not in found}
+    del found[pid]
+    return found
