@@ -10,7 +10,7 @@ _CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "dummy"),
-    "attention_backend": ("auto", "flash_attn_3", "flash_attn", "torch"),
+    "attention_backend": ("auto", "flash_attn_3", "flash_attn", "triton", "torch"),
     "transport": ("socket", "ray"),
     "placement_strategy": ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"),
 }

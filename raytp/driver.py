@@ -31,12 +31,12 @@ class DriverStatus:
 class Driver:
     """A plain class that `raytp.llm` makes an actor. `start` comes first; all methods may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, group_name: str) -> None:
         self._config = config
         self._worker_config = worker_config
         self._vocab_size = vocab_size
         self._status = DriverStatus("starting the driver", 0.0)
-        self._group = RankGroup(config, worker_config, epoch=0)
+        self._group = RankGroup(config, worker_config, group_name, epoch=0)
         self._engine: Engine | None = None
         self._shutdown_lock = threading.Lock()
 

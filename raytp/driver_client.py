@@ -6,10 +6,12 @@ Turns Ray's wrapped exceptions back into raytp's own. Called by `raytp.llm`. Nex
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util import get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytp.config import EngineConfig
@@ -33,7 +35,8 @@ class DriverClient:
         options = ray.remote(Driver).options(
             num_cpus=0, max_concurrency=_MAX_CONCURRENT_CALLS, scheduling_strategy=here, max_restarts=0
         )
-        self._actor: Any = options.remote(config, worker_config, vocab_size)
+        self._group_name = f"raytp-{uuid.uuid4().hex}"
+        self._actor: Any = options.remote(config, worker_config, vocab_size, self._group_name)
 
     def start(self, on_status: Callable[[str, float], None]) -> EngineInfo:
         """Wait until the engine is ready; ends it again if that fails or is interrupted."""
@@ -81,6 +84,8 @@ class DriverClient:
             ray.get(actor.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
         with contextlib.suppress(Exception):
             ray.kill(actor, no_restart=True)
+        with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
+            remove_placement_group(get_placement_group(self._group_name))
 
     def _call(self, method: str, *args: Any) -> Any:
         if self._actor is None:

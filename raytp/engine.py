@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = 2
 """Steps sent and not yet answered: one runs while the next waits on the device's queue."""
+_CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for a step that is under way; the ranks may be stuck in it."""
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -98,7 +100,7 @@ class Engine:
         """End the step loop and tell the ranks to end; callers that wait get EngineClosedError."""
         self._is_closing = True
         self._commands.put(lambda: None)  # wakes the loop
-        self._thread.join(timeout=5.0)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         self._fail(EngineClosedError("the engine has been shut down"))
 
     def _check_alive(self) -> None:

@@ -31,9 +31,11 @@ StatusCallback = Callable[[str, float], None]
 class RankGroup:
     """One epoch's ranks. `start` builds everything or nothing; `close` leaves no actor and no placement group."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, epoch: int) -> None:
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, name: str, epoch: int) -> None:
+        """`name` is given to the placement group, so that it can be found and removed if this process dies."""
         self._config = config
         self._worker_config = worker_config
+        self._group_name = name
         self._epoch = epoch
         self._key = secrets.token_bytes(32)
         self._placement_group: PlacementGroup | None = None
@@ -88,7 +90,9 @@ class RankGroup:
     def _place(self) -> None:
         resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
         bundles = [{resource: 1.0}] * self._worker_config.world_size
-        self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy)
+        self._placement_group = placement_group(
+            bundles, strategy=self._config.placement_strategy, name=self._group_name
+        )
         if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
             raise PlacementError(
                 describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)

@@ -187,9 +187,10 @@ def _read_slot(values: list[Any]) -> SlotSampling:
 
 def _read_logprobs(rows: bytes, chosen: bytes, top_ids: bytes, top: bytes) -> StepLogprobs:
     num_rows = len(_ints(rows))
+    likeliest = _ints(top_ids).reshape(num_rows, -1)
     return StepLogprobs(
         rows=_ints(rows),
         chosen=_floats(chosen).reshape(num_rows),
-        top_ids=_ints(top_ids).reshape(num_rows, -1),
-        top=_floats(top).reshape(num_rows, -1),
+        top_ids=likeliest,
+        top=_floats(top).reshape(likeliest.shape),
     )

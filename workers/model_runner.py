@@ -85,6 +85,7 @@ class ModelRunner:
         start = time.monotonic()
         config, model = self._config, self._model_config
         self._model = CausalLM(model, self._shard, self._tp, self._backend, self._dtype, self._device)
+        self._model.reduction.use_peer_memory(config.max_num_seqs, model.hidden_size, self._dtype)
         if config.load_format == "dummy":
             randomize_weights(self._model, seed=0)
         else:

@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class TensorParallel:
         self._device = device
         self._store = store
         """Rank 0's must live as long as the group."""
+        self._shared: list[Any] = []
+        """Handles of shared memory, which lives as long as they do."""
 
     @classmethod
     def single(cls) -> TensorParallel:
@@ -129,6 +132,36 @@ class TensorParallel:
         smallest = torch.tensor(value, dtype=torch.int64, device=self._device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest.item())
+
+    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor] | None:
+        """Zeros of that shape on each rank's GPU, which every rank can read and write: one tensor a rank.
+
+        None on all ranks if they are not GPUs of one node that reach each other's memory. All ranks must call it.
+        """
+        if not self.min_int(int(self._reaches_peers())):
+            return None
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not used here, and not safe on every shared host
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        own = symmetric_memory.empty(shape, dtype=dtype, device=self._device)
+        own.zero_()
+        handle = symmetric_memory.rendezvous(own, dist.group.WORLD)  # type: ignore[arg-type]
+        self._shared.append(handle)
+        torch.cuda.synchronize(self._device)
+        self.min_int(0)  # nobody writes before all are zero
+        return [own if rank == self.rank else handle.get_buffer(rank, shape, dtype) for rank in range(self.world_size)]
+
+    def _reaches_peers(self) -> bool:
+        """Whether all ranks' GPUs are on this node, visible to this process in the order of the ranks, and linked."""
+        if self.world_size == 1 or self._device.type != "cuda" or self._store is None:
+            return False
+        node = f"{socket.gethostname()}/{torch.cuda.device_count()}"
+        self._store.set(f"node/{self.rank}", node)
+        nodes = {self._store.get(f"node/{rank}") for rank in range(self.world_size)}
+        if len(nodes) > 1 or torch.cuda.device_count() < self.world_size or self._device.index != self.rank:
+            return False
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return all(torch.cuda.can_device_access_peer(self.rank, other) for other in others)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -5,6 +5,8 @@ Each command hands over to `raytp.cli.generate`, `raytp.cli.chat` or `raytp.cli.
 
 from __future__ import annotations
 
+import atexit
+import signal
 import sys
 from typing import Any
 
@@ -71,6 +73,9 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             console.discard_stdout()
             raise typer.Exit(_BROKEN_PIPE) from None
+        finally:
+            # Runs before Ray's own exit function, which takes a moment and must not be interrupted.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 app = typer.Typer(

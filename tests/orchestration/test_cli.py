@@ -31,22 +31,24 @@ GALAXY = "What is the name of the nearest major galaxy to the Milky Way?"
 PRESIDENT = "Who was the 37th President of the United States?"
 COMMAND = [sys.executable, "-m", "raytp.cli"]
 TIMEOUT_S = 120
+MARK = "RAYTP_TEST_RUN"
 
 
 @pytest.fixture
 def run_env() -> Iterator[dict[str, str]]:
     """An environment that marks all processes of one run; no marked process may be left at the end."""
-    mark = f"RAYTP_TEST_RUN={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
     outside = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"}
-    yield outside | {name: value, "RAY_AUTH_MODE": "disabled", "COLUMNS": "100", "NO_COLOR": "1"}
+    own = {MARK: uuid.uuid4().hex, "RAY_AUTH_MODE": "disabled", "COLUMNS": "100", "NO_COLOR": "1"}
+    yield outside | own
     deadline = time.monotonic() + 15
-    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+    while (left := processes_of(own)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
 
 
-def marked_processes(mark: str) -> list[str]:
+def processes_of(env: dict[str, str]) -> list[str]:
+    """Command lines of the processes that carry the mark of `env`."""
+    mark = f"{MARK}={env[MARK]}"
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -205,6 +207,16 @@ def test_interrupt_ends_a_long_answer_and_every_process(run_env, endless_model):
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert errors == "interrupted\n"
+
+
+def test_interrupt_while_ray_starts_neither_hangs_nor_is_lost(run_env):
+    process = start_endless(MODEL, run_env)
+    deadline = time.monotonic() + 30
+    while len(processes_of(run_env)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    answer, errors = process.communicate(timeout=60)
+    assert (process.returncode, answer, errors) == (130, "", "interrupted\n")
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(run_env, endless_model):

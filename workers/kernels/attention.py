@@ -35,17 +35,21 @@ class AttentionBackend(Protocol):
 def select_backend(
     name: str, device: torch.device, block_size: int, dtype: torch.dtype | None = None
 ) -> AttentionBackend:
-    """The backend called `name` (flash_attn_3, flash_attn or torch), or with "auto" the fastest that runs here.
+    """The backend called `name`, or with "auto" the fastest that runs here.
 
     `dtype` is the model's, if known: flash-attn has no float32. Raises ConfigError if a backend that was asked for by
     name cannot run.
     """
     if name == "auto":
-        fastest_first = ("flash_attn_3", "flash_attn")
+        fastest_first = ("flash_attn_3", "flash_attn", "triton")
         name = next((each for each in fastest_first if _obstacle(each, device, block_size, dtype) is None), "torch")
     obstacle = _obstacle(name, device, block_size, dtype)
     if obstacle is not None:
         raise ConfigError(f"attention backend {name!r} cannot be used: {obstacle}; use 'auto' or 'torch'")
+    if name == "triton":
+        from workers.kernels.triton_backend import TritonAttention
+
+        return TritonAttention()
     if name == "torch":
         from workers.kernels.reference import TorchAttention
 
@@ -59,10 +63,12 @@ def _obstacle(name: str, device: torch.device, block_size: int, dtype: torch.dty
     """Why backend `name` cannot run here, None if it can."""
     if name == "torch":
         return None
-    if name not in ("flash_attn_3", "flash_attn"):
-        return "it is none of 'auto', 'flash_attn_3', 'flash_attn', 'torch'"
+    if name not in ("flash_attn_3", "flash_attn", "triton"):
+        return "it is none of 'auto', 'flash_attn_3', 'flash_attn', 'triton', 'torch'"
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type!r}"
+    if name == "triton":
+        return None
     if dtype not in (None, torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
     module = "flash_attn_interface" if name == "flash_attn_3" else "flash_attn"

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_MAX_EXPONENTIAL = tl.constexpr(23.0)
+_BLOCK = 1024
+_CHUNK = 8 * _BLOCK
+"""Ids of one program: it reduces over its threads only once."""
+_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -24,39 +26,55 @@ def _murmur_finalise(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _log_exponential(ids, first_key, second_key):  # type: ignore[no-untyped-def]
+    """The logarithm of each id's exponential variate, -log1p(-u)."""
+    hashed = _murmur_finalise(_murmur_finalise(ids.to(tl.uint32) ^ first_key) ^ second_key)
+    high, low = (hashed >> 16).to(tl.float32), (hashed & 0xFFFF).to(tl.float32)
+    u = (high * 65536.0 + (low + 0.5)) * 2.3283064365386963e-10
+    # Small u, which win, by the series, whose next term is below float32's precision.
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    exponential = tl.where(u < 0.015625, series, -_LN_2 * tl.log2(1.0 - u))
+    return _LN_2 * tl.log2(tl.minimum(exponential, 23.0))
+
+
+@triton.jit
 def _best_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, temperature_ptr, keys_ptr, best_ptr, stride, num_ids, first_id, BLOCK: tl.constexpr
+    logits_ptr,
+    temperature_ptr,
+    keys_ptr,
+    best_ptr,
+    stride,
+    num_ids,
+    first_id,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_ids
-    scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=-float("inf")).to(tl.float32)
+    logits_ptr += row.to(tl.int64) * stride
     temperature = tl.load(temperature_ptr + row)
-    ids = first_id + columns
-    if temperature > 0:
-        first_key = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
-        second_key = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
-        hashed = _murmur_finalise(_murmur_finalise(ids.to(tl.uint32) ^ first_key) ^ second_key)
-        high, low = (hashed >> 16).to(tl.float32), (hashed & 0xFFFF).to(tl.float32)
-        uniform = (high * 65536.0 + (low + 0.5)) * 2.3283064365386963e-10
-        # log1p(-u) where it matters, at small u, without cancellation: Kahan's correction of log(w).
-        w = 1.0 - uniform
-        exponential = tl.where(w == 1.0, uniform, -tl.log(w) * (uniform / (1.0 - w)))
-        exponential = tl.minimum(exponential, _MAX_EXPONENTIAL)
-        scores = scores - temperature * tl.log(exponential)
-    scores = tl.where(scores != scores, -float("inf"), scores)
-    best, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    first_key = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
+    second_key = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best_columns = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, CHUNK, BLOCK):
+        columns = tl.program_id(1) * CHUNK + start + tl.arange(0, BLOCK)
+        scores = tl.load(logits_ptr + columns, mask=columns < num_ids, other=-float("inf")).to(tl.float32)
+        if temperature > 0:
+            scores -= temperature * _log_exponential(first_id + columns, first_key, second_key)
+        is_better = scores > best  # never true of a NaN
+        best = tl.where(is_better, scores, best)
+        best_columns = tl.where(is_better, columns, best_columns)
     bits = best.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    best_id = (first_id + tl.program_id(1) * BLOCK + index).to(tl.int64)
-    tl.atomic_max(best_ptr + row, (ordered << 32) | (0xFFFFFFFF - best_id))
+    packed = (ordered << 32) | (0xFFFFFFFF - (first_id + best_columns).to(tl.int64))
+    tl.atomic_max(best_ptr + row, tl.max(packed))
 
 
 def best_candidates(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> Tensor:
     """Packed best candidate of each row, (N,) int64: see `workers.candidates.best_candidates`."""
     num_rows, num_ids = logits.shape
     best = torch.full((num_rows,), torch.iinfo(torch.int64).min, dtype=torch.int64, device=logits.device)
-    _best_kernel[(num_rows, triton.cdiv(num_ids, _BLOCK))](
-        logits, temperature, keys, best, logits.stride(0), num_ids, first_id, BLOCK=_BLOCK, num_warps=8
+    _best_kernel[(num_rows, triton.cdiv(num_ids, _CHUNK))](
+        logits, temperature, keys, best, logits.stride(0), num_ids, first_id, BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=4
     )
     return best

@@ -97,43 +97,45 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     num_heads = num_q_heads + 2 * num_kv_heads
     columns = tl.arange(0, BLOCK)
-    mask = columns < HALF
-    head_ptr = qkv_ptr + (token * num_heads + head) * (2 * HALF)
-    first = tl.load(head_ptr + columns, mask=mask, other=0.0)
-    second = tl.load(head_ptr + HALF + columns, mask=mask, other=0.0)
+    is_column = (columns < HALF)[None, :]
+    offsets = heads[:, None] * (2 * HALF) + columns[None, :]
+    mask = (heads < num_heads)[:, None] & is_column
+    token_ptr = qkv_ptr + token * num_heads * (2 * HALF)
+    first = tl.load(token_ptr + offsets, mask=mask, other=0.0)
+    second = tl.load(token_ptr + HALF + offsets, mask=mask, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)  # 64 bits: offsets pass 2**31 in a large cache
-    if head >= num_q_heads + num_kv_heads:
-        if slot >= 0:
-            out_ptr = v_cache_ptr + (slot * num_kv_heads + head - num_q_heads - num_kv_heads) * (2 * HALF)
-            tl.store(out_ptr + columns, first, mask=mask)
-            tl.store(out_ptr + HALF + columns, second, mask=mask)
-        return
-    is_query = head < num_q_heads
+    is_query, is_value = heads < num_q_heads, heads >= num_q_heads + num_kv_heads
+    v_offsets = (slot * num_kv_heads - num_q_heads - num_kv_heads) * (2 * HALF) + offsets
+    v_mask = mask & is_value[:, None] & (slot >= 0)
+    tl.store(v_cache_ptr + v_offsets, first, mask=v_mask)
+    tl.store(v_cache_ptr + HALF + v_offsets, second, mask=v_mask)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
-        weight_ptr = q_weight_ptr if is_query else k_weight_ptr
-        x_weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
-        y_weight = tl.load(weight_ptr + HALF + columns, mask=mask, other=0.0)
-        x = ((x * scale).to(first.dtype) * x_weight).to(tl.float32)
-        y = ((y * scale).to(first.dtype) * y_weight).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + columns, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + token * HALF + columns, mask=mask, other=0.0)
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        q_x = tl.load(q_weight_ptr + columns, mask=columns < HALF, other=0.0)[None, :]
+        q_y = tl.load(q_weight_ptr + HALF + columns, mask=columns < HALF, other=0.0)[None, :]
+        k_x = tl.load(k_weight_ptr + columns, mask=columns < HALF, other=0.0)[None, :]
+        k_y = tl.load(k_weight_ptr + HALF + columns, mask=columns < HALF, other=0.0)[None, :]
+        x = ((x * scale).to(first.dtype) * tl.where(is_query[:, None], q_x, k_x)).to(tl.float32)
+        y = ((y * scale).to(first.dtype) * tl.where(is_query[:, None], q_y, k_y)).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + columns, mask=columns < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + columns, mask=columns < HALF, other=0.0)[None, :]
     turned_x = (x * cos - y * sin).to(first.dtype)
     turned_y = (y * cos + x * sin).to(first.dtype)
-    if is_query:
-        out_ptr = q_ptr + (token * num_q_heads + head) * (2 * HALF)
-        tl.store(out_ptr + columns, turned_x, mask=mask)
-        tl.store(out_ptr + HALF + columns, turned_y, mask=mask)
-    elif slot >= 0:
-        out_ptr = k_cache_ptr + (slot * num_kv_heads + head - num_q_heads) * (2 * HALF)
-        tl.store(out_ptr + columns, turned_x, mask=mask)
-        tl.store(out_ptr + HALF + columns, turned_y, mask=mask)
+    q_offsets = token * num_q_heads * (2 * HALF) + offsets
+    q_mask = mask & is_query[:, None]
+    tl.store(q_ptr + q_offsets, turned_x, mask=q_mask)
+    tl.store(q_ptr + HALF + q_offsets, turned_y, mask=q_mask)
+    k_offsets = (slot * num_kv_heads - num_q_heads) * (2 * HALF) + offsets
+    k_mask = mask & ~is_query[:, None] & ~is_value[:, None] & (slot >= 0)
+    tl.store(k_cache_ptr + k_offsets, turned_x, mask=k_mask)
+    tl.store(k_cache_ptr + HALF + k_offsets, turned_y, mask=k_mask)
 
 
 def norm_rope_store(
@@ -155,7 +157,8 @@ def norm_rope_store(
     q = qkv.new_empty(num_tokens, num_q_heads, head_dim)
     cos, sin = cos_sin
     q_weight, k_weight = qk_weights if qk_weights is not None else (None, None)
-    _norm_rope_store_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+    block_heads = 8
+    _norm_rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, block_heads))](
         qkv,
         cos,
         sin,
@@ -171,6 +174,7 @@ def norm_rope_store(
         HAS_NORM=qk_weights is not None,
         HALF=head_dim // 2,
         BLOCK=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        BLOCK_HEADS=block_heads,
+        num_warps=4,
     )
     return q

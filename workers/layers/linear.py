@@ -1,7 +1,8 @@
 """Linear layers whose weight is split over the ranks.
 
 Column-parallel layers split the output features and need no communication; the row-parallel layer that follows splits
-its input features the same way and sums over the ranks: one all-reduce for each pair (Megatron-LM, arXiv 1909.08053).
+its input features the same way, and its results are to be summed over the ranks: one sum for each pair (Megatron-LM,
+arXiv 1909.08053), which the norm behind it takes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
-from workers.parallel import TensorParallel
+from workers.layers.reduction import Reduction
 from workers.shard_plan import RankShard, Span
 
 
@@ -96,7 +98,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's input features, summed over the ranks: (..., span) -> (..., out_features)."""
+    """A linear layer over this rank's input features: (T, span) -> its part of the sum over the ranks, (T, out)."""
 
     def __init__(
         self,
@@ -104,19 +106,27 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         span: Span,
         bias: bool,
-        tp: TensorParallel,
+        reduction: Reduction,
+        place: int,
         new_parameter: ParameterFactory,
     ) -> None:
+        """`place`: of `workers.layers.reduction`, where the sum will be taken."""
         super().__init__()
         self.in_features = in_features
         self.span = span
-        self.tp = tp
+        self.reduction = reduction
+        self.place = place
         self.weight = new_parameter(out_features, span.size)
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias if self.tp.rank == 0 else None  # added once, before the sum
-        return self.tp.all_reduce(F.linear(x, self.weight, bias))
+        bias = self.bias if self.reduction.tp.rank == 0 else None  # added once, before the sum
+        out = self.reduction.place_for(self.place, x.shape[0])
+        if out is None:
+            return F.linear(x, self.weight, bias)
+        if bias is not None:
+            return torch.addmm(bias, x, self.weight.t(), out=out)
+        return torch.mm(x, self.weight.t(), out=out)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         shape = (self.weight.shape[0], self.in_features)

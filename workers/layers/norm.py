@@ -6,25 +6,21 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from workers.kernels.ops import LayerOps
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
+from workers.layers.reduction import Reduction
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32. Every rank holds all of it."""
+    """x / rms(x) * weight over the last dimension, computed in float32. Every rank holds all of the weight."""
 
-    def __init__(self, size: int, eps: float, ops: LayerOps, new_parameter: ParameterFactory) -> None:
+    def __init__(self, size: int, eps: float, new_parameter: ParameterFactory) -> None:
         super().__init__()
         self.eps = eps
-        self.ops = ops
         self.weight = new_parameter(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x + residual: (the norm, the sum). The residual may be overwritten."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None, reduction: Reduction) -> tuple[Tensor, Tensor]:
+        """Of the ranks' partial sums x (T, size), plus the residual stream: (the norm, the sum)."""
+        return reduction.add_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         yield CheckpointSlice.whole(f"{name}.weight", self.weight)

@@ -4,14 +4,15 @@
     each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     logits = head(norm(hidden))
 
-Attention and MLP are each a column-parallel layer, then a row-parallel one whose sum over the ranks is the only
-communication. Modules are named as in the checkpoint. Called by the model runner; the weights come from
-`workers.weights`.
+Attention and MLP are each a column-parallel layer, then a row-parallel one whose sum over the ranks, taken by the next
+norm, is the only communication. Modules are named as in the checkpoint. Called by the model runner; the weights come
+from `workers.weights`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,43 +25,53 @@ from workers.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from workers.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.parameter import CheckpointModule, CheckpointSlice, ParameterFactory
+from workers.layers.reduction import AFTER_ATTENTION, AFTER_MLP, Reduction
 from workers.layers.rotary import RotaryEmbedding
 from workers.model_config import ModelConfig
 from workers.parallel import TensorParallel
 from workers.shard_plan import RankShard, Span
 
 
-class SelfAttention(nn.Module):
-    """(T, hidden) -> (T, hidden), over this rank's H query and K kv heads."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardContext:
+    """What every part of one rank's shard is built from."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: RankShard,
-        tp: TensorParallel,
-        backend: AttentionBackend,
-        ops: LayerOps,
-        new_parameter: ParameterFactory,
-    ) -> None:
+    config: ModelConfig
+    shard: RankShard
+    backend: AttentionBackend
+    ops: LayerOps
+    reduction: Reduction
+    new_parameter: ParameterFactory
+
+    def new_norm(self, size: int) -> RMSNorm:
+        """A norm over `size` features."""
+        return RMSNorm(size, self.config.rms_norm_eps, self.new_parameter)
+
+
+class SelfAttention(nn.Module):
+    """(T, hidden) -> partial sums of (T, hidden), over this rank's H query and K kv heads."""
+
+    def __init__(self, context: ShardContext) -> None:
         super().__init__()
+        config, shard, new_parameter = context.config, context.shard, context.new_parameter
         hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.num_q_heads = shard.q_heads.size
         self.qkv_proj = QKVParallelLinear(
             hidden, heads, config.num_key_value_heads, head_dim, shard, config.qkv_bias, new_parameter
         )
         inputs = Span(shard.q_heads.start * head_dim, shard.q_heads.size * head_dim)
+        has_bias = config.attention_output_bias
         self.o_proj = RowParallelLinear(
-            heads * head_dim, hidden, inputs, config.attention_output_bias, tp, new_parameter
+            heads * head_dim, hidden, inputs, has_bias, context.reduction, AFTER_ATTENTION, new_parameter
         )
         self.qk_weights: tuple[nn.Parameter, nn.Parameter] | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, new_parameter)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, new_parameter)
+            self.q_norm, self.k_norm = context.new_norm(head_dim), context.new_norm(head_dim)
             self.qk_weights = (self.q_norm.weight, self.k_norm.weight)
         self.eps = config.rms_norm_eps
         self.scale = head_dim**-0.5
-        self.backend = backend
-        self.ops = ops
+        self.backend = context.backend
+        self.ops = context.ops
 
     def forward(
         self,
@@ -76,22 +87,16 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> (T, hidden)."""
+    """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> partial sums of (T, hidden)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: RankShard,
-        tp: TensorParallel,
-        ops: LayerOps,
-        new_parameter: ParameterFactory,
-    ) -> None:
+    def __init__(self, context: ShardContext) -> None:
         super().__init__()
+        config, span, new_parameter = context.config, context.shard.intermediate, context.new_parameter
         hidden, columns, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = ("gate_proj", "up_proj")
-        self.ops = ops
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, columns, names, shard.intermediate, bias, new_parameter)
-        self.down_proj = RowParallelLinear(columns, hidden, shard.intermediate, bias, tp, new_parameter)
+        self.ops = context.ops
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, columns, names, span, bias, new_parameter)
+        self.down_proj = RowParallelLinear(columns, hidden, span, bias, context.reduction, AFTER_MLP, new_parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
@@ -100,20 +105,13 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each normalised before and added to the residual stream after."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: RankShard,
-        tp: TensorParallel,
-        backend: AttentionBackend,
-        ops: LayerOps,
-        new_parameter: ParameterFactory,
-    ) -> None:
+    def __init__(self, context: ShardContext) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
-        self.self_attn = SelfAttention(config, shard, tp, backend, ops, new_parameter)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
-        self.mlp = MLP(config, shard, tp, ops, new_parameter)
+        self.reduction = context.reduction
+        self.input_layernorm = context.new_norm(context.config.hidden_size)
+        self.self_attn = SelfAttention(context)
+        self.post_attention_layernorm = context.new_norm(context.config.hidden_size)
+        self.mlp = MLP(context)
 
     def forward(
         self,
@@ -123,36 +121,25 @@ class DecoderLayer(nn.Module):
         kv_cache_layer: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """The last sublayer's output stays apart from the residual stream: the next norm adds them in one go."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
+        """The last sublayer's partial sums stay apart from the residual stream: the next norm adds them in one go."""
+        x, residual = self.input_layernorm(x, residual, self.reduction)
         x = self.self_attn(x, cos_sin, kv_cache_layer, metadata)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual, self.reduction)
         return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
     """Token ids to normalised hidden states."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: RankShard,
-        tp: TensorParallel,
-        backend: AttentionBackend,
-        ops: LayerOps,
-        new_parameter: ParameterFactory,
-    ) -> None:
+    def __init__(self, context: ShardContext) -> None:
         super().__init__()
+        config, new_parameter = context.config, context.new_parameter
+        self.reduction = context.reduction
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter
+            config.vocab_size, config.hidden_size, context.shard.vocab, context.reduction, new_parameter
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, shard, tp, backend, ops, new_parameter) for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, new_parameter)
+        self.layers = nn.ModuleList(DecoderLayer(context) for _ in range(config.num_hidden_layers))
+        self.norm = context.new_norm(config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, new_parameter.device)
 
     def forward(
@@ -162,8 +149,8 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, cos_sin, kv_cache.layer(index), metadata)
-        assert residual is not None  # there is at least one layer
-        return self.norm.add(x, residual)[0]
+        normed: Tensor = self.norm(x, residual, self.reduction)[0]
+        return normed
 
 
 class CausalLM(nn.Module):
@@ -182,7 +169,8 @@ class CausalLM(nn.Module):
         self.config = config
         new_parameter = ParameterFactory(dtype, device)
         ops = select_ops(device, backend.name)
-        self.model = Decoder(config, shard, tp, backend, ops, new_parameter)
+        self.reduction = Reduction(tp, ops)
+        self.model = Decoder(ShardContext(config, shard, backend, ops, self.reduction, new_parameter))
         tied_weight = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter, tied_weight

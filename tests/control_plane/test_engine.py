@@ -1,0 +1,340 @@
+"""The step loop with fake ranks in its own process: who gets what, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raytp.engine as engine_module
+from raytp.engine import Engine
+from raytp.errors import EngineClosedError, EngineError, RankFailedError
+from raytp.outputs import CompletionUpdate, Request
+from raytp.transport import Transport
+from scheduler.config import SchedulerConfig
+from scheduler.sampling_params import ResolvedSampling
+from scheduler.scheduler import Scheduler
+from scheduler.step import Step, StepResult
+from tests.control_plane.fake_model import FakeRanks, expected_tokens, make_config
+from workers.errors import FrameError
+
+PROMPTLY_S = 3.0
+
+
+class FakeTransport(Transport):
+    """Runs each step at once; fails, or waits, where a test says so."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._ranks = FakeRanks(config)
+        self._results: deque[StepResult] = deque()
+        self.before_receive: Callable[[], None] = lambda: None
+        self.max_in_flight = 0
+        self.is_closed = False
+
+    def send(self, step: Step) -> None:
+        self._results.append(self._ranks.execute(step))
+        self.max_in_flight = max(self.max_in_flight, len(self._results))
+
+    def receive(self) -> StepResult:
+        self.before_receive()
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    """An engine on fake ranks."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.transport = FakeTransport(config)
+        self.scheduler = Scheduler(config)
+        self.engine = Engine(self.scheduler, self.transport)
+
+    def request(self, request_id: int, prompt: list[int], *, is_stream: bool = False, **sampling: Any) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt=np.array(prompt, dtype=np.int32),
+            sampling=ResolvedSampling(**{"max_tokens": 8} | sampling),
+            cache_salt="",
+            wants_every_token=is_stream,
+        )
+
+    def expected(self, request: Request) -> tuple[list[int], str]:
+        return expected_tokens(request.prompt.tolist(), request.sampling, self.config)
+
+    def collect(self, client_id: str, num_completions: int) -> list[CompletionUpdate]:
+        """All news until so many completions have ended."""
+        updates: list[CompletionUpdate] = []
+        deadline = time.monotonic() + 20
+        while sum(update.finish_reason is not None for update in updates) < num_completions:
+            assert time.monotonic() < deadline, "a completion never ended"
+            updates += self.engine.poll(client_id, 1.0)
+        return updates
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + PROMPTLY_S
+        while self.engine.stats().num_running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(make_config())
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture
+def gate(rig: Rig) -> Iterator[threading.Event]:
+    """Results arrive only once it is set."""
+    event = threading.Event()
+    rig.transport.before_receive = lambda: None if event.wait(20) else pytest.fail("nobody opened the gate")
+    yield event
+    event.set()
+
+
+def test_results_reach_the_caller_that_asked(rig: Rig) -> None:
+    requests = {client: [rig.request(i, [n, i + 1, 3]) for i in range(5)] for n, client in enumerate("abc")}
+    for client, some in requests.items():
+        rig.engine.submit(client, some)
+    for client, some in requests.items():
+        updates = rig.collect(client, 5)
+        assert len(updates) == 5, "one letter each, since nobody asked for more"
+        for update in updates:
+            assert (update.token_ids, update.finish_reason) == rig.expected(some[update.request_id])
+            assert 0 <= update.timings.first_token_s <= update.timings.finished_s
+    assert rig.transport.max_in_flight == 2, "one step ahead"
+
+
+def test_a_stream_gets_every_token_as_it_comes(rig: Rig) -> None:
+    request = rig.request(7, [1, 2, 3], is_stream=True, max_tokens=20)
+    tokens = []
+    rig.transport.before_receive = lambda: time.sleep(0.02)
+    rig.engine.submit("a", [request])
+    updates = rig.collect("a", 1)
+    assert len(updates) > 5, "they did not come all at once"
+    for update in updates:
+        assert len(update.token_ids) >= 1
+        tokens += update.token_ids
+    assert (tokens, updates[-1].finish_reason) == rig.expected(request)
+    assert all(update.finish_reason is None for update in updates[:-1])
+
+
+def test_bad_requests_fail_alone(rig: Rig) -> None:
+    good = [rig.request(0, [1, 2]), rig.request(5, [3, 4])]
+    bad = [rig.request(1, []), rig.request(2, [1] * 128), rig.request(3, [99]), rig.request(4, [-7])]
+    rig.engine.submit("a", [good[0], *bad, good[1]])
+    updates = {update.request_id: update for update in rig.collect("a", 6)}
+    for request in good:
+        update = updates[request.request_id]
+        assert (update.token_ids, update.finish_reason) == rig.expected(request)
+    messages = [updates[request.request_id].error or "" for request in bad]
+    for message, part in zip(messages, ["empty", "max_model_len=128", "token id 99", "token id -7"], strict=True):
+        assert part in message
+    assert all(updates[request.request_id].finish_reason == "error" for request in bad)
+
+
+def test_a_sequence_that_outgrows_the_pool_fails_alone() -> None:
+    rig = Rig(make_config(num_kv_blocks=2, block_size=4))
+    requests = [rig.request(i, [i], max_tokens=[20, 3][i % 2]) for i in range(6)]
+    rig.engine.submit("a", requests)
+    for update in rig.collect("a", 6):
+        assert (update.token_ids, update.finish_reason) == rig.expected(requests[update.request_id])
+        assert ("the KV cache holds 8" in (update.error or "")) == (update.request_id % 2 == 0)
+    rig.engine.close()
+
+
+def test_n_completions_have_an_index_and_a_seed_each(rig: Rig) -> None:
+    rig.engine.submit("a", [rig.request(0, [1, 2, 3], n=3, seed=5, temperature=1.0)])
+    updates = rig.collect("a", 3)
+    assert sorted(update.index for update in updates) == [0, 1, 2]
+    seeds = {settings.seed for settings in rig.transport._ranks._settings.values()}
+    assert len(seeds) == 3
+    assert 5 in seeds, "completion 0 is what n=1 gives"
+    rig.engine.submit("a", [rig.request(1, [], n=3)])
+    assert sorted(update.index for update in rig.collect("a", 3)) == [0, 1, 2]
+
+
+def test_abort_ends_one_completion_one_request_or_all_of_a_caller(rig: Rig, gate: threading.Event) -> None:
+    rig.engine.submit("a", [rig.request(i, [i + 1], n=2) for i in range(3)])
+    rig.engine.submit("b", [rig.request(0, [1])])
+    rig.engine.abort("a", 0, 1, "stop")
+    rig.engine.abort("a", 1, None, "abort")
+    rig.engine.abort("a", 77, None, "abort")
+    rig.engine.abort("nobody", None, None, "abort")
+    gate.set()
+    ends = {(u.request_id, u.index): u.finish_reason for u in rig.collect("a", 6)}
+    assert ends == {
+        (0, 0): "length", (0, 1): "stop", (1, 0): "abort", (1, 1): "abort", (2, 0): "length", (2, 1): "length"
+    }  # fmt: skip
+    assert [update.finish_reason for update in rig.collect("b", 1)] == ["length"]
+
+
+def test_forget_ends_what_a_caller_has_running_and_nothing_else(rig: Rig, gate: threading.Event) -> None:
+    rig.engine.submit("a", [rig.request(i, [i + 1], max_tokens=100, is_stream=True) for i in range(4)])
+    rig.engine.submit("b", [rig.request(0, [1, 2])])
+    rig.engine.forget("a")
+    gate.set()
+    assert [update.finish_reason for update in rig.collect("b", 1)] == ["length"]
+    rig.wait_until_idle()
+    assert rig.engine.stats().num_free_blocks == rig.config.num_kv_blocks
+    assert list(rig.engine._mailboxes) == ["b"], "a forgotten caller leaves nothing behind"
+
+
+def test_forget_wakes_a_caller_that_still_waits(rig: Rig) -> None:
+    answers: list[list[CompletionUpdate]] = []
+    waiter = threading.Thread(target=lambda: answers.append(rig.engine.poll("a", 20)))
+    waiter.start()
+    time.sleep(0.1)
+    rig.engine.forget("a")
+    waiter.join(PROMPTLY_S)
+    assert answers == [[]]
+
+
+def test_a_caller_that_comes_back_after_forget_is_served(rig: Rig) -> None:
+    for _ in range(20):
+        rig.engine.forget("a")
+        rig.engine.submit("a", [rig.request(0, [1, 2]), rig.request(1, [])])
+        assert {update.request_id: update.finish_reason for update in rig.collect("a", 2)} == {0: "length", 1: "error"}
+
+
+def test_poll_returns_empty_after_its_timeout(rig: Rig) -> None:
+    start = time.monotonic()
+    assert rig.engine.poll("a", 0.1) == []
+    assert 0.09 < time.monotonic() - start < PROMPTLY_S
+
+
+def _waiters(engine: Engine, num_waiters: int) -> tuple[list[threading.Thread], list[Exception]]:
+    """Threads that wait for news that never comes, and what they raised."""
+    raised: list[Exception] = []
+
+    def wait(client_id: str) -> None:
+        try:
+            while True:
+                engine.poll(client_id, 60)
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait, args=(f"waiter {i}",), daemon=True) for i in range(num_waiters)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    return threads, raised
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RankFailedError("rank 1 died"), RankFailedError), (FrameError("bad frame"), EngineError), (KeyError("oops"), EngineError)],
+    ids=["rank", "frame", "bug"],
+)
+def test_a_transport_that_raises_ends_every_waiter_at_once(rig: Rig, error: Exception, kind: type[Exception]) -> None:
+    def fail() -> None:
+        raise error
+
+    rig.transport.before_receive = fail
+    threads, raised = _waiters(rig.engine, 5)
+    start = time.monotonic()
+    rig.engine.submit("a", [rig.request(0, [1])])
+    for thread in threads:
+        thread.join(PROMPTLY_S)
+    assert [type(each) for each in raised] == [kind] * 5
+    assert all(str(error).strip("'") in str(each) for each in raised)
+    for call in (
+        lambda: rig.engine.poll("late", 60),
+        lambda: rig.engine.submit("late", [rig.request(0, [1])]),
+        lambda: rig.engine.stats(),
+    ):
+        with pytest.raises(kind):
+            call()
+    assert time.monotonic() - start < PROMPTLY_S
+    rig.engine._thread.join(PROMPTLY_S)
+    assert rig.transport.is_closed, "the ranks are told to end"
+    rig.engine.close()
+    with pytest.raises(kind, match="."):
+        rig.engine.poll("late", 60)
+
+
+def test_close_ends_every_waiter_and_the_ranks(rig: Rig) -> None:
+    threads, raised = _waiters(rig.engine, 3)
+    rig.engine.submit("waiter 0", [rig.request(0, [1] * 20, max_tokens=100)])
+    rig.engine.close()
+    rig.engine.close()
+    for thread in threads:
+        thread.join(PROMPTLY_S)
+    assert [type(each) for each in raised] == [EngineClosedError] * 3
+    assert rig.transport.is_closed
+    with pytest.raises(EngineClosedError, match="shut down"):
+        rig.engine.submit("a", [rig.request(0, [1])])
+
+
+def test_close_does_not_wait_for_ranks_that_never_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_CLOSE_TIMEOUT_S", 0.3)
+    is_waiting, stuck = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_waiting.set()
+        stuck.wait(30)
+
+    rig.transport.before_receive = wait
+    threads, raised = _waiters(rig.engine, 1)
+    rig.engine.submit("a", [rig.request(0, [1])])
+    assert is_waiting.wait(PROMPTLY_S)
+    start = time.monotonic()
+    rig.engine.close()
+    threads[0].join(PROMPTLY_S)
+    assert 0.3 <= time.monotonic() - start < PROMPTLY_S
+    assert [type(each) for each in raised] == [EngineClosedError]
+    stuck.set()
+    rig.engine._thread.join(PROMPTLY_S)
+    assert not rig.engine._thread.is_alive()
+
+
+def test_many_threads_submit_poll_abort_and_read_stats_at_once() -> None:
+    rig = Rig(make_config(num_kv_blocks=24, max_num_seqs=5, max_num_batched_tokens=11))
+    failures: list[BaseException] = []
+
+    def caller(number: int) -> None:
+        try:
+            client = f"client {number}"
+            for turn in range(6):
+                first = turn * 10
+                requests = [
+                    rig.request(first + i, [number % 7, i, turn], is_stream=bool(i % 2), max_tokens=1 + (number + i) % 6)
+                    for i in range(4)
+                ]
+                rig.engine.submit(client, requests)
+                rig.engine.abort(client, first + 3, None, "abort")
+                rig.engine.stats()
+                tokens: dict[int, list[int]] = {}
+                ends: dict[int, str] = {}
+                for update in rig.collect(client, 4):
+                    tokens.setdefault(update.request_id, []).extend(update.token_ids)
+                    if update.finish_reason is not None:
+                        ends[update.request_id] = update.finish_reason
+                for request in requests[:3]:
+                    assert (tokens[request.request_id], ends[request.request_id]) == rig.expected(request)
+            rig.engine.forget(client)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=caller, args=(number,), daemon=True) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive(), "deadlock"
+    assert not failures
+    rig.wait_until_idle()
+    stats = rig.engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.num_free_blocks) == (0, 0, 24)
+    assert not rig.engine._mailboxes
+    assert not rig.engine._completions
+    rig.engine.close()

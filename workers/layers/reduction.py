@@ -1,0 +1,63 @@
+"""Where the ranks' partial sums become one: on the way into the next norm, which adds them to the residual stream.
+
+Row-parallel layers and the embedding give partial sums; the norm that follows each of them sums over the ranks first.
+With few rows on GPUs that reach each other's memory that is one kernel of our own; otherwise it is an all-reduce and a
+norm. Made once for a model, and shared by its layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.kernels.ops import LayerOps
+from workers.parallel import TensorParallel
+
+AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 0, 1, 2
+_NUM_PLACES = 3
+"""Two sums in a row never use one place: a rank that is ahead must not overwrite what another still reads."""
+
+
+class Reduction:
+    """Sums over the ranks, for rows of `size` elements."""
+
+    def __init__(self, tp: TensorParallel, ops: LayerOps) -> None:
+        self.tp = tp
+        self._ops = ops
+        self._rows: list[Tensor] | None = None
+
+    def use_peer_memory(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
+        """From now on sum up to `max_rows` rows through shared memory, if the ranks can; all ranks must call it."""
+        rows = self.tp.share_memory((_NUM_PLACES, max_rows, size), dtype)
+        flags = self.tp.share_memory((max_rows, self.tp.world_size), torch.int32)
+        if rows is None or flags is None:
+            return
+        self._rows = rows
+        self._row_pointers = torch.tensor([each.data_ptr() for each in rows], device=rows[0].device)
+        self._flag_pointers = torch.tensor([each.data_ptr() for each in flags], device=rows[0].device)
+
+    def place_for(self, which: int, num_rows: int) -> Tensor | None:
+        """Where a layer should put its partial sums, (num_rows, size); None if it does not matter."""
+        if self._rows is None or num_rows > self._rows[0].shape[1]:
+            return None
+        return self._rows[self.tp.rank][which, :num_rows]
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Of the partial sums x (T, size) of all ranks, plus the residual: (the norm, the sum).
+
+        The residual may be overwritten.
+        """
+        if self._rows is not None and self._is_shared(x):
+            from workers.kernels.peer_reduce import reduce_add_norm
+
+            offset = int(x.storage_offset())
+            pointers = (self._row_pointers, self._flag_pointers)
+            return reduce_add_norm(*pointers, self.tp.rank, offset, x.shape[0], residual, weight, eps)
+        x = self.tp.all_reduce(x)
+        if residual is None:
+            return self._ops.rms_norm(x, weight, eps), x
+        return self._ops.add_rms_norm(x, residual, weight, eps)
+
+    def _is_shared(self, x: Tensor) -> bool:
+        assert self._rows is not None
+        return x.untyped_storage().data_ptr() == self._rows[self.tp.rank].untyped_storage().data_ptr()
