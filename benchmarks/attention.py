@@ -25,8 +25,9 @@ import torch
 import triton
 from torch import Tensor
 
+from workers.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from workers.kernels.triton_backend import TritonAttention
-from workers.kernels.triton_decode import DecodeConfig, DecodeWorkspace, attend_decode, plan_decode
+from workers.kernels.triton_decode import attend_decode
 from workers.kernels.triton_prefill import PrefillConfig
 from workers.layers.attention import AttentionMetadata
 
@@ -315,11 +316,10 @@ def measure_prefill(report: Report, batch: Batch, backend: TritonAttention, conf
 
 
 def variants(config: DecodeConfig) -> list[DecodeConfig]:
-    """What needs no new kernel, or only one: how finely work is cut, and who combines it."""
+    """What needs no new kernel, or only one: how finely work is cut."""
     return [
         *(replace(config, programs_per_sm=count) for count in range(1, 5) if count != config.programs_per_sm),
         *(replace(config, min_units=units) for units in (1, 2, 8, 16)),
-        replace(config, combines_in_place=False),
     ]
 
 

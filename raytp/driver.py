@@ -17,7 +17,7 @@ from raytp.rank_group import RankGroup
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from scheduler.updates import SchedulerStats
-from workers.config import LoadReport, WorkerConfig
+from workers.config import DeviceProfile, LoadReport, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,15 @@ class Driver:
     def stats(self) -> SchedulerStats:
         """See `Engine.stats`."""
         return self._running_engine().stats()
+
+    def step_loop_cpu_s(self) -> float:
+        """See `Engine.step_loop_cpu_s`."""
+        return self._running_engine().step_loop_cpu_s()
+
+    def profile(self, duration_s: float) -> list[DeviceProfile | None]:
+        """See `RankGroup.profile`."""
+        self._running_engine()
+        return self._group.profile(duration_s)
 
     def shutdown(self) -> None:
         """End the step loop, the ranks and the placement group. May be called twice."""

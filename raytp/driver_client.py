@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from raytp.driver import Driver, DriverStatus
 from raytp.errors import EngineClosedError, EngineError
 from raytp.outputs import CompletionUpdate, EngineInfo, Request
 from scheduler.updates import SchedulerStats
-from workers.config import WorkerConfig
+from workers.config import DeviceProfile, WorkerConfig
 
 _MAX_CONCURRENT_CALLS = 128
 _CALL_TIMEOUT_S = 60.0
@@ -37,6 +38,9 @@ class DriverClient:
         )
         self._group_name = f"raytp-{uuid.uuid4().hex}"
         self._actor: Any = options.remote(config, worker_config, vocab_size, self._group_name)
+        # Dropped without a shutdown, the driver still gives its ranks' resources back; Ray would keep them for the job.
+        self._finalizer = weakref.finalize(self, _end_unwaited, self._actor)
+        self._finalizer.atexit = False
 
     def start(self, on_status: Callable[[str, float], None]) -> EngineInfo:
         """Wait until the engine is ready; ends it again if that fails or is interrupted."""
@@ -75,9 +79,20 @@ class DriverClient:
         stats: SchedulerStats = self._get(self._call("stats"))
         return stats
 
+    def step_loop_cpu_s(self) -> float:
+        """CPU time of the driver's step loop so far, in seconds."""
+        cpu_s: float = self._get(self._call("step_loop_cpu_s"))
+        return cpu_s
+
+    def profile(self, duration_s: float) -> list[DeviceProfile | None]:
+        """What each rank's GPU does in the next `duration_s`; None for a rank on a CPU."""
+        profiles: list[DeviceProfile | None] = self._get(self._call("profile", duration_s), duration_s)
+        return profiles
+
     def shutdown(self) -> None:
         """End the engine: its ranks, its placement group, its driver. May be called twice."""
         actor, self._actor = self._actor, None
+        self._finalizer.detach()
         if actor is None or not ray.is_initialized():
             return
         with contextlib.suppress(Exception):
@@ -103,3 +118,8 @@ class DriverClient:
             raise EngineError(f"the driver actor died: {error}") from error
         except ray.exceptions.GetTimeoutError:
             raise EngineError(f"the driver actor did not answer within {_CALL_TIMEOUT_S + extra_s:g} s") from None
+
+
+def _end_unwaited(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # the driver has ended, or this process is about to
+        actor.shutdown.remote()

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from raytp.errors import EngineClosedError, EngineError
 from raytp.mailbox import Mailbox
@@ -31,6 +32,7 @@ _MAX_IN_FLIGHT = 2
 _CLOSE_TIMEOUT_S = 5.0
 """How long `close` waits for a step that is under way; the ranks may be stuck in it."""
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+_Answer = TypeVar("_Answer")
 
 
 class _Completion:
@@ -85,16 +87,13 @@ class Engine:
         self.abort(client_id, None, None, "abort")
         self._commands.put(lambda: self._drop_mailbox(client_id))
 
-    def stats(self, timeout_s: float = 10.0) -> SchedulerStats:
+    def stats(self) -> SchedulerStats:
         """The scheduler's counts, read between two steps."""
-        answer: queue.SimpleQueue[SchedulerStats] = queue.SimpleQueue()
-        self._commands.put(lambda: answer.put(self._scheduler.stats()))
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self._check_alive()
-            with contextlib.suppress(queue.Empty):
-                return answer.get(timeout=0.1)
-        raise EngineError(f"the step loop did not answer within {timeout_s:g} s")
+        return self._ask(self._scheduler.stats)
+
+    def step_loop_cpu_s(self) -> float:
+        """CPU time of the step loop's thread so far, in seconds."""
+        return self._ask(time.thread_time)
 
     def close(self) -> None:
         """End the step loop and tell the ranks to end; callers that wait get EngineClosedError."""
@@ -102,6 +101,17 @@ class Engine:
         self._commands.put(lambda: None)  # wakes the loop
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._fail(EngineClosedError("the engine has been shut down"))
+
+    def _ask(self, question: Callable[[], _Answer], timeout_s: float = 10.0) -> _Answer:
+        """What `question` returns between two steps, on the step loop's thread."""
+        answer: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._commands.put(lambda: answer.put(question()))
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._check_alive()
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=0.1)
+        raise EngineError(f"the step loop did not answer within {timeout_s:g} s")
 
     def _check_alive(self) -> None:
         failure = self._failure
@@ -130,7 +140,9 @@ class Engine:
             self._fail(error if isinstance(error, EngineError) else EngineError(str(error)))
         except Exception as error:
             logger.exception("the step loop failed")
-            self._fail(EngineError(f"the step loop failed with {type(error).__name__}: {error}; this is a bug in raytp"))
+            self._fail(
+                EngineError(f"the step loop failed with {type(error).__name__}: {error}; this is a bug in raytp")
+            )
         finally:
             self._transport.close()
 

@@ -39,7 +39,7 @@ from raytp.tokenizer import Tokenizer
 from scheduler.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams, fit_to_model, resolve, validate
 from scheduler.step import IntArray
 from scheduler.updates import SchedulerStats
-from workers.config import WorkerConfig
+from workers.config import DeviceProfile, WorkerConfig
 from workers.model_config import ModelConfig, load_generation_config, load_model_config
 from workers.shard_plan import plan_shards
 
@@ -140,7 +140,7 @@ class LLM:
 
         Raises RequestError and EngineError.
         """
-        sampling = self._resolve(sampling_params or SamplingParams())
+        sampling = self._resolve(sampling_params)
         ids = encode_prompt(prompt, self.tokenizer, self.model_config.vocab_size)
         return self._stream((prompt if isinstance(prompt, str) else None, ids, sampling), cache_salt)
 
@@ -153,7 +153,7 @@ class LLM:
         **template_kwargs: Any,
     ) -> Generator[OutputChunk, None, None]:
         """Answer one conversation, piece by piece; see `chat` and `stream`."""
-        sampling = self._resolve(sampling_params or SamplingParams())
+        sampling = self._resolve(sampling_params)
         return self._stream(
             (None, encode_conversation(messages, self.tokenizer, template_kwargs), sampling), cache_salt
         )
@@ -161,6 +161,14 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """What the scheduler has done so far, and its load."""
         return self._driver.stats()
+
+    def step_loop_cpu_s(self) -> float:
+        """CPU time that the driver's step loop has taken so far, in seconds; divide by `stats().num_steps`."""
+        return self._driver.step_loop_cpu_s()
+
+    def profile(self, duration_s: float) -> list[DeviceProfile | None]:
+        """What each rank's GPU does in the next `duration_s`, while requests of other threads run; None on a CPU."""
+        return self._driver.profile(duration_s)
 
     def shutdown(self) -> None:
         """End the engine: its ranks, its placement group, its driver. May be called twice."""
@@ -174,7 +182,10 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _resolve(self, params: SamplingParams) -> ResolvedSampling:
+    def _resolve(self, params: SamplingParams | None) -> ResolvedSampling:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r} must be a SamplingParams")
         eos = tuple(i for i in self.model_config.eos_token_ids if i < self.model_config.vocab_size)
         resolved = resolve(params, self._generation_config, eos, secrets.randbelow(MAX_SEED))
         if resolved.stop and self.tokenizer is None:
@@ -187,6 +198,8 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             validate(params := params or SamplingParams())
             return [params] * num_prompts
+        if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+            raise RequestError(f"sampling_params={params!r} must be one SamplingParams or a list of them")
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each")
         return params

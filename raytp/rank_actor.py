@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import ray
 
 from workers.channel import ChannelAddress
-from workers.config import LoadReport, NodeInfo, WorkerConfig, WorkerStatus
+from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
 if TYPE_CHECKING:
     from workers.worker import Worker
 
 CONCURRENCY_GROUPS = {"status": 1}
-"""`status` answers while another method is busy."""
+"""`status` and `profile` answer while another method is busy."""
 
 
 class RankActor:
@@ -33,21 +33,39 @@ class RankActor:
 
     def node_info(self) -> NodeInfo:
         """Where this rank runs."""
+        self._made_worker()  # all ranks import torch at once, not the others after rank 0
         node_id = ray.get_runtime_context().get_node_id()
-        return NodeInfo(socket.gethostname(), ray.util.get_node_ip_address(), node_id, os.getpid())
+        gpu_ids = ray.get_gpu_ids()
+        return NodeInfo(
+            hostname=socket.gethostname(),
+            node_ip=ray.util.get_node_ip_address(),
+            node_id=node_id,
+            pid=os.getpid(),
+            gpu_id=str(gpu_ids[0]) if gpu_ids else "",
+        )
 
     @ray.method(concurrency_group="status")
     def status(self) -> WorkerStatus:
         """How far the start-up has come."""
         return WorkerStatus("starting", 0.0) if self._worker is None else self._worker.status()
 
+    @ray.method(concurrency_group="status")
+    def profile(self, duration_s: float) -> DeviceProfile | None:
+        """What the GPU is doing."""
+        return self._made_worker().profile(duration_s)
+
     def open_rendezvous(self, host: str) -> int:
         """Rank 0 alone: the port at which the others find it."""
         return self._made_worker().open_rendezvous(host)
 
-    def join(self, host: str, port: int, node_ip: str) -> None:
-        """Form the process group."""
-        self._made_worker().join(host, port, node_ip)
+    def join(self, host: str, port: int, node_ip: str, gpu_ids: list[str], gpu_index: int) -> None:
+        """Form the process group. `gpu_ids` are those of all ranks on this node, this one's at `gpu_index`.
+
+        To reach each other's memory, ranks must see each other's GPUs, where Ray shows each only its own.
+        """
+        if gpu_ids[gpu_index]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        self._made_worker().join(host, port, node_ip, gpu_index)
 
     def load(self) -> LoadReport:
         """Load the shard and measure."""

@@ -23,7 +23,7 @@ from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
 from raytp.transport import SocketTransport, Transport
 from workers.channel import Listener
-from workers.config import LoadReport, NodeInfo, WorkerConfig, WorkerStatus
+from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
 StatusCallback = Callable[[str, float], None]
 
@@ -76,6 +76,10 @@ class RankGroup:
                 remove_placement_group(self._placement_group)
             self._placement_group = None
 
+    def profile(self, duration_s: float) -> list[DeviceProfile | None]:
+        """What each rank's GPU does in the next `duration_s`, while steps go on; None for a rank on a CPU."""
+        return self._wait([rank.profile.remote(duration_s) for rank in self._ranks], "profiling")
+
     def wait_for_exit(self, timeout_s: float) -> None:
         """After the transport's close: give the ranks a moment to end by themselves."""
         if self._run_refs:
@@ -119,7 +123,11 @@ class RankGroup:
         port = 0
         if self._worker_config.world_size > 1:
             (port,) = self._wait([self._ranks[0].open_rendezvous.remote(host)], "opening the rendezvous")
-        joins = [rank.join.remote(host, port, node.node_ip) for rank, node in zip(self._ranks, self.nodes, strict=True)]
+        joins = []
+        for index, (rank, node) in enumerate(zip(self._ranks, self.nodes, strict=True)):
+            neighbours = [other for other, each in enumerate(self.nodes) if each.node_id == node.node_id]
+            gpu_ids = [self.nodes[other].gpu_id for other in neighbours]
+            joins.append(rank.join.remote(host, port, node.node_ip, gpu_ids, neighbours.index(index)))
         self._wait(joins, "joining the process group")
 
     def _load(self, on_status: StatusCallback) -> list[LoadReport]:

@@ -47,6 +47,8 @@ class NodeInfo:
     node_ip: str
     node_id: str
     pid: int
+    gpu_id: str
+    """The GPU that Ray gave it, as CUDA_VISIBLE_DEVICES names it; empty on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +70,15 @@ class LoadReport:
     """Blocks that would fit on this rank."""
     weight_bytes: int
     load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What a rank's GPU did for a while."""
+
+    window_s: float
+    """From the start of the first kernel seen to the end of the last."""
+    busy_s: float
+    """Of the window, how long at least one kernel was running."""
+    top_kernels: tuple[tuple[str, float], ...]
+    """The kernels that took longest: name, and share of the time of all kernels."""

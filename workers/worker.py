@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from workers.channel import ChannelAddress, connect
-from workers.config import LoadReport, WorkerConfig, WorkerStatus
+from workers.config import DeviceProfile, LoadReport, WorkerConfig, WorkerStatus
 from workers.errors import FrameError, ModelNotFoundError
 from workers.frames import (
     ERROR,
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """The methods are called in this order: `open_rendezvous` (rank 0), `join`, `load`, `allocate`,
-    `run` or `execute`. `status` may be called at any time from another thread."""
+    `run` or `execute`. `status` and, after `join`, `profile` may be called at any time from another thread."""
 
     def __init__(self, config: WorkerConfig, rank: int, epoch: int) -> None:
         self._config = config
@@ -59,14 +59,17 @@ class Worker:
         self._store, port = create_store(host, self._config.world_size, self._config.timeout_s)
         return port
 
-    def join(self, host: str, port: int, node_ip: str) -> None:
-        """Form the process group with the other ranks. Raises RendezvousError within the deadline."""
+    def join(self, host: str, port: int, node_ip: str, gpu_index: int) -> None:
+        """Form the process group with the other ranks, on the visible GPU `gpu_index`.
+
+        Raises RendezvousError within the deadline.
+        """
         self._status = WorkerStatus("joining", 0.0)
         config = self._config
         self._device = torch.device(config.device)
         if config.device == "cuda":
-            torch.cuda.set_device(0)
-            self._device = torch.device("cuda", 0)
+            torch.cuda.set_device(gpu_index)
+            self._device = torch.device("cuda", gpu_index)
         else:
             torch.set_num_threads(config.num_threads)
         if config.world_size == 1:
@@ -127,6 +130,14 @@ class Worker:
             return None if outcome is None else self._encode_outcome(outcome)
         except Exception as error:
             return self._encode_error(error)
+
+    def profile(self, duration_s: float) -> DeviceProfile | None:
+        """What the GPU does in the next `duration_s` for the steps that go on meanwhile; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        from workers.device_profile import profile_device  # nothing but this call needs the profiler
+
+        return profile_device(duration_s)
 
     def _receive(self, connection: Connection) -> Frame | None:
         """The next step's frame; None when there will be no more."""

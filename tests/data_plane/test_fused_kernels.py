@@ -31,7 +31,11 @@ def test_rms_norm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     from workers.kernels import fused
 
     torch.manual_seed(size)
-    x, residual, weight = randn(num_tokens, size, dtype=dtype), randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype)
+    x, residual, weight = (
+        randn(num_tokens, size, dtype=dtype),
+        randn(num_tokens, size, dtype=dtype),
+        randn(size, dtype=dtype),
+    )
     assert_close(fused.rms_norm(x, weight, 1e-6), reference_ops.rms_norm(x, weight, 1e-6))
     expected, expected_sum = reference_ops.add_rms_norm(x, residual, weight, 1e-6)
     actual, actual_sum = fused.add_rms_norm(x, residual.clone(), weight, 1e-6)
@@ -104,7 +108,19 @@ def test_prepare_decode() -> None:
     cos, sin = torch.zeros(2, 4, 1, 3, device=DEVICE)
     slot_mapping, row_tables = torch.zeros(4, **ints), torch.zeros(4, 7, **ints)
     prepare_decode(
-        slots, seq_lens, new_blocks, last_tokens, tables, inv_freq, 1.5, 4, input_ids, cos, sin, slot_mapping, row_tables
+        slots,
+        seq_lens,
+        new_blocks,
+        last_tokens,
+        tables,
+        inv_freq,
+        1.5,
+        4,
+        input_ids,
+        cos,
+        sin,
+        slot_mapping,
+        row_tables,
     )
     assert torch.equal(tables, expected_tables)
     assert input_ids.tolist() == [20, 0, 30, 40]

@@ -128,7 +128,6 @@ _block_sizes = st.sampled_from([1, 4, 16])
     tile=st.sampled_from([16, 32, 64]),
     programs=st.integers(1, 3),
     min_units=st.integers(1, 6),
-    in_place=st.booleans(),
 )
 def test_decode(
     triton_backend: ModuleType,
@@ -140,13 +139,10 @@ def test_decode(
     tile: int,
     programs: int,
     min_units: int,
-    in_place: bool,
 ) -> None:
     """However the keys are cut among the programs; padding rows, which have none, included."""
     step = Step([(1, seq_len) for seq_len in seq_lens], heads, head_dim, block_size, dtype)
-    config = triton_backend.DecodeConfig(
-        tile=tile, programs_per_sm=programs, min_units=min_units, combines_in_place=in_place
-    )
+    config = triton_backend.DecodeConfig(tile=tile, programs_per_sm=programs, min_units=min_units)
     step.check(triton_backend.TritonAttention(config))
 
 
@@ -221,10 +217,9 @@ def test_a_cache_past_two_to_the_31_elements(triton_backend: ModuleType, batch: 
 
 @pytest.mark.gpu
 @_needs_gpu
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_graph_follows_the_lengths(triton_backend: ModuleType, in_place: bool) -> None:
+def test_a_graph_follows_the_lengths(triton_backend: ModuleType) -> None:
     """Captured once, with the lengths and tables of one step, replayed with those of others."""
-    backend = triton_backend.TritonAttention(triton_backend.DecodeConfig(combines_in_place=in_place))
+    backend = triton_backend.TritonAttention()
     batches = [[(1, (first + 997 * row) % 1900) for row in range(20)] for first in (1900, 7, 500)]
     steps = [Step(lengths, (16, 8), 128, 16, torch.bfloat16, 3000) for lengths in batches]
     captured = steps[0]

@@ -108,6 +108,14 @@ def test_context_manager_and_shutdown() -> None:
     llm.shutdown()
 
 
+def test_an_engine_that_is_dropped_without_shutdown() -> None:
+    """As a notebook does when it makes another one."""
+    llm = LLM(TRIVIA, 2)
+    assert _answers(llm)
+    del llm
+    _wait_until(_nothing_is_left)
+
+
 def test_shutdown_while_another_thread_generates() -> None:
     llm = LLM(TRIVIA)
     errors: list[BaseException] = []

@@ -60,6 +60,14 @@ def test_wrong_number_of_params(llm: LLM) -> None:
         llm.generate(["a", "b", "c"], [_GREEDY] * 2)
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], 0.5, "greedy"])
+def test_params_of_another_type(params: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="must be one SamplingParams or a list of them"):
+        llm.generate(["a"], params)
+    with pytest.raises(RequestError, match="must be a SamplingParams"):
+        llm.stream("a", params)
+
+
 def test_generator_of_3000_short_prompts(llm: LLM) -> None:
     """Far more than the engine runs at once, or the caller has on its way."""
     prompts = [[3 + i % 7, 5, 3 + i // 7] for i in range(3000)]

@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.kernels.triton_backend import TritonAttention
+
 if TYPE_CHECKING:
     from workers.layers.attention import AttentionMetadata
 
 
+_MOSTLY_DECODING = 64
+"""Rows a sequence, on average, below which a step is mostly decoding."""
+
+
 class FlashAttention3:
-    """One call serves decode, chunked prefill and mixed steps, with any block size."""
+    """FlashAttention-3 for prompts, with any block size, and this project's own kernels for steps that mostly decode:
+    those read ragged batches faster (`benchmarks/results/`)."""
 
     name = "flash_attn_3"
     fits_graph = True
@@ -26,8 +33,11 @@ class FlashAttention3:
         from flash_attn_interface import flash_attn_with_kvcache
 
         self._attend = flash_attn_with_kvcache
+        self._decode = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        if len(q) < _MOSTLY_DECODING * len(metadata.seq_lens):
+            return self._decode.forward(q, k_cache, v_cache, metadata, scale)
         return self._attend(
             q,
             k_cache,

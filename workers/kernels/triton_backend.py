@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.kernels.triton_decode import DecodeConfig, DecodeWorkspace, attend_decode, plan_decode
+from workers.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
+from workers.kernels.triton_decode import attend_decode
 from workers.kernels.triton_prefill import PrefillConfig, attend_prefill
 
 if TYPE_CHECKING:
