@@ -11,25 +11,23 @@ from raytp.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 from scheduler.step import IntArray
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | IntArray
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt, and so is what can be no list of prompts."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    is_one = bool(items) and all(isinstance(item, (int, np.integer)) for item in items)
+    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
+    items: list[Any] = list(prompts) if is_many else [prompts]
+    is_one = is_many and bool(items) and all(isinstance(item, (int, np.integer)) for item in items)
     return [items] if is_one else items
 
 
 def as_conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation or many, as a list. A list of messages is one conversation."""
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
-        return [messages]
-    items: list[Any] = list(messages)
-    return [items] if items and isinstance(items[0], Mapping) else items
+    is_many = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
+    items: list[Any] = list(messages) if is_many else [messages]
+    return [items] if is_many and items and isinstance(items[0], Mapping) else items
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> IntArray:

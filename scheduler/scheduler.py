@@ -154,6 +154,8 @@ class Scheduler:
         for seq in self.running.values():
             assert seq.num_computed_tokens <= seq.length
             assert len(seq.block_table) >= self.block_manager.num_blocks_for(seq.num_computed_tokens)
+            unpublished = seq.block_table[seq.num_hashed_blocks :]
+            assert all(self.block_manager.blocks[block_id].hash is None for block_id in unpublished)
 
     def _schedule_running(self, seq: Sequence, builder: StepBuilder) -> None:
         length = seq.num_tokens + seq.num_pending_tokens

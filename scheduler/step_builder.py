@@ -56,7 +56,7 @@ class StepBuilder:
         start = seq.num_computed_tokens
         end = start + num_tokens
         samples = end == seq.num_tokens + seq.num_pending_tokens
-        if not (seq.has_sampled_in_slot and samples and num_tokens == 1):
+        if not seq.has_sampled_in_slot:
             self._tokens.append((self.num_tokens, seq.token_ids[start:end]))
         self._rows.append((seq.slot, num_tokens, end, samples))
         self.token_budget -= num_tokens

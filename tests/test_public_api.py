@@ -52,9 +52,7 @@ def test_the_drawn_tree_of_errors_is_the_real_one() -> None:
 
 def test_the_drawn_tree_says_which_are_value_errors() -> None:
     assert raytp.errors.__doc__
-    drawn = {
-        match[1] for match in re.finditer(r"─ (\w+) .*?also a ValueError", raytp.errors.__doc__)
-    }
+    drawn = {match[1] for match in re.finditer(r"─ (\w+) .*?also a ValueError", raytp.errors.__doc__)}
     real = {name for name in _tree_of_classes() if issubclass(getattr(raytp.errors, name), ValueError)}
     assert drawn == real
 

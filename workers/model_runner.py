@@ -6,6 +6,7 @@ from one thread; knows nothing of frames or connections.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,12 +116,11 @@ class ModelRunner:
         """
         try:
             self._kv_cache = self._new_kv_cache(num_kv_blocks)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # as torch.OutOfMemoryError is on a GPU, and all that a CPU's allocator raises
             wanted = num_kv_blocks * self._bytes_per_block() / 2**30
             raise KVCacheMemoryError(
-                f"rank {self._tp.rank}: a KV cache of {num_kv_blocks} blocks needs {wanted:.2f} GiB, and "
-                f"{torch.cuda.mem_get_info(self._device)[0] / 2**30:.2f} GiB are free: lower num_kv_blocks or "
-                f"memory_fraction"
+                f"rank {self._tp.rank}: a KV cache of {num_kv_blocks} blocks needs {wanted:.2f} GiB: lower "
+                f"num_kv_blocks or memory_fraction ({error})"
             ) from error
         if self._uses_graphs:
             self._graphs = self._new_graphs(self._kv_cache)
@@ -191,6 +191,7 @@ class ModelRunner:
             most = self._config.max_num_seqs * -(-self._config.max_model_len // self._config.block_size)
             return max(1, min(fitting, most))
         tiny = self._new_kv_cache(1)
+        self._warm_up(tiny)
         step_bytes = measure_step_bytes(self._device, lambda: self._run_largest_step(tiny))
         graph_bytes = 0
         if self._uses_graphs:
@@ -201,25 +202,34 @@ class ModelRunner:
 
     def _run_largest_step(self, kv_cache: KVCache) -> None:
         """The most tokens and the most logits that a step can have, on a pool of one block."""
-        config = self._config
-        seq_len = min(config.max_num_batched_tokens, config.max_model_len)
-        num_seqs = config.max_num_batched_tokens // seq_len
-        num_tokens = num_seqs * seq_len
-        metadata = AttentionMetadata(
-            slot_mapping=self._ints([-1] * num_tokens),
-            cu_seqlens_q=self._ints(range(0, num_tokens + 1, seq_len)),
-            seq_lens=self._ints([seq_len] * num_seqs),
-            block_tables=self._ints([[0] * -(-seq_len // config.block_size)] * num_seqs),
-            max_seqlen_q=seq_len,
-            max_seqlen_k=seq_len,
-        )
-        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        hidden = self._model(tokens, tokens, kv_cache, metadata)
-        logits = self._model.compute_logits(hidden[: min(config.max_num_seqs, num_tokens)])
+        longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
+        hidden = self._run_empty_step([longest] * (self._config.max_num_batched_tokens // longest), kv_cache)
+        logits = self._model.compute_logits(hidden[: self._config.max_num_seqs])
         all_logits = self._model.gather_logits(logits)
         if all_logits is not None:  # the sampler's filters hold a few copies in float32
             copies = [all_logits.float() for _ in range(3)]
             copies[0].sort(dim=-1)
+
+    def _warm_up(self, kv_cache: KVCache) -> None:
+        """Steps of every kind, so that no kernel needs to be compiled when requests come."""
+        for lengths in ([1], [1, 1], [2, 1, 1], [self._config.max_model_len - 1]):
+            if sum(lengths) <= self._config.max_num_batched_tokens:
+                hidden = self._run_empty_step(lengths, kv_cache)
+                self._model.compute_logits(hidden[:1])
+
+    def _run_empty_step(self, q_lens: list[int], kv_cache: KVCache) -> Tensor:
+        """Prompts of these lengths, whose tokens mean nothing and whose keys are not kept: (T, hidden)."""
+        num_tokens = sum(q_lens)
+        metadata = AttentionMetadata(
+            slot_mapping=self._ints([-1] * num_tokens),
+            cu_seqlens_q=self._ints([0, *itertools.accumulate(q_lens)]),
+            seq_lens=self._ints(q_lens),
+            block_tables=self._ints([[0] * -(-max(q_lens) // self._config.block_size)] * len(q_lens)),
+            max_seqlen_q=max(q_lens),
+            max_seqlen_k=max(q_lens),
+        )
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        return self._model(tokens, tokens, kv_cache, metadata)
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

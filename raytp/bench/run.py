@@ -1,4 +1,4 @@
-"""Starts the engine that a plan asks for, and measures its workloads one after the other. Called by `raytp.cli.bench`."""
+"""Starts the engine that a plan asks for and measures its workloads in turn. Called by `raytp.cli.bench`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from raytp.bench.record import (
 from raytp.bench.workloads import Case, make_steady_decode
 from raytp.llm import LLM
 from raytp.outputs import EngineInfo
-
 
 Report = Callable[[str], None]
 """Told what is being done."""

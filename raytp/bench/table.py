@@ -25,7 +25,7 @@ def print_records(records: Sequence[Record]) -> None:
     )
     output.print(_workloads(records))
     for record in records:
-        if len(record["step_ms"]) > 1:
+        if record["workload"] == "latency":
             output.print(_steps(record))
     if first["gpu_idle_share"] is not None:
         output.print(f"In steady decode the GPU is idle for {first['gpu_idle_share']:.1%} of the time.")

@@ -9,7 +9,8 @@ token than `expected_tokens`, which uses no blocks at all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -34,15 +34,15 @@ def free_order(manager: BlockManager) -> list[int]:
 
 def test_a_block_taken_again_forgets_its_content() -> None:
     manager = BlockManager(2, BLOCK_SIZE)
-    seq, _ = compute(manager, BLOCK_A + [0])
+    seq, _ = compute(manager, [*BLOCK_A, 0])
     manager.deallocate(seq)
-    seq, num_cached = compute(manager, BLOCK_B + [0])  # evicts A
+    seq, num_cached = compute(manager, [*BLOCK_B, 0])  # evicts A
     assert num_cached == 0
     manager.deallocate(seq)
-    seq, num_cached = compute(manager, BLOCK_A + [0])
+    seq, num_cached = compute(manager, [*BLOCK_A, 0])
     assert num_cached == 0
     manager.deallocate(seq)
-    seq, num_cached = compute(manager, BLOCK_A + [0])  # its entry is there again
+    seq, num_cached = compute(manager, [*BLOCK_A, 0])  # its entry is there again
     assert num_cached == BLOCK_SIZE
     manager.check_invariants([seq.block_table])
 
@@ -50,7 +50,7 @@ def test_a_block_taken_again_forgets_its_content() -> None:
 def test_the_least_recently_used_is_taken_first_and_a_prefix_from_its_end() -> None:
     manager = BlockManager(6, BLOCK_SIZE)
     assert free_order(manager) == [0, 1, 2, 3, 4, 5]
-    first, _ = compute(manager, BLOCK_A + BLOCK_B + [0])
+    first, _ = compute(manager, [*BLOCK_A, *BLOCK_B, 0])
     second, _ = compute(manager, BLOCK_C + BLOCK_D)
     assert (first.block_table, second.block_table) == ([0, 1, 2], [3, 4])
     assert free_order(manager) == [5]
@@ -58,7 +58,7 @@ def test_the_least_recently_used_is_taken_first_and_a_prefix_from_its_end() -> N
     assert free_order(manager) == [5, 4, 3]
     manager.deallocate(first)
     assert free_order(manager) == [2, 5, 4, 3, 1, 0], "block 2 has no content, so it comes first"
-    again, num_cached = compute(manager, BLOCK_C + [0])
+    again, num_cached = compute(manager, [*BLOCK_C, 0])
     assert (again.block_table, num_cached) == ([3, 2], BLOCK_SIZE)
     manager.deallocate(again)
     assert free_order(manager) == [2, 5, 4, 1, 0, 3], "used again, so it goes last"
@@ -70,20 +70,22 @@ def test_a_hit_moves_a_block_out_of_the_free_list_and_is_counted_by_can_allocate
     manager.deallocate(seq)
     other, _ = compute(manager, [0])
     assert manager.num_free_blocks == 2
-    assert not manager.can_allocate(make_sequence(-1, BLOCK_A + BLOCK_B + [0])), "two hits, both free: three blocks needed"
-    assert manager.can_allocate(make_sequence(-1, BLOCK_A + [0]))
-    sharer, num_cached = compute(manager, BLOCK_A + [0])
+    assert not manager.can_allocate(make_sequence(-1, [*BLOCK_A, *BLOCK_B, 0])), (
+        "two hits, both free: three blocks needed"
+    )
+    assert manager.can_allocate(make_sequence(-1, [*BLOCK_A, 0]))
+    sharer, num_cached = compute(manager, [*BLOCK_A, 0])
     assert num_cached == BLOCK_SIZE
     assert manager.can_allocate(make_sequence(-1, BLOCK_A)) is False, "A may not serve all of a prompt"
     manager.deallocate(other)
-    assert manager.can_allocate(make_sequence(-1, BLOCK_A + [7])), "A is shared with a running sequence: one block needed"
+    assert manager.can_allocate(make_sequence(-1, [*BLOCK_A, 7])), "A is in use and shared: one needed"
     manager.check_invariants([sharer.block_table])
 
 
 def test_a_shared_block_is_free_when_its_last_user_is_gone() -> None:
     manager = BlockManager(4, BLOCK_SIZE)
-    first, _ = compute(manager, BLOCK_A + [0])
-    second, _ = compute(manager, BLOCK_A + [9])
+    first, _ = compute(manager, [*BLOCK_A, 0])
+    second, _ = compute(manager, [*BLOCK_A, 9])
     assert first.block_table[0] == second.block_table[0]
     manager.deallocate(first)
     manager.check_invariants([second.block_table])
@@ -95,18 +97,18 @@ def test_a_shared_block_is_free_when_its_last_user_is_gone() -> None:
 
 def test_the_same_tokens_after_another_prefix_are_no_hit() -> None:
     manager = BlockManager(8, BLOCK_SIZE)
-    compute(manager, BLOCK_A + BLOCK_B + [0])
-    assert compute(manager, BLOCK_B + BLOCK_B + [0])[1] == 0
-    assert compute(manager, BLOCK_A + BLOCK_B + [0])[1] == 2 * BLOCK_SIZE
+    compute(manager, [*BLOCK_A, *BLOCK_B, 0])
+    assert compute(manager, [*BLOCK_B, *BLOCK_B, 0])[1] == 0
+    assert compute(manager, [*BLOCK_A, *BLOCK_B, 0])[1] == 2 * BLOCK_SIZE
 
 
 def test_a_hash_collision_is_no_hit() -> None:
     manager = BlockManager(16, BLOCK_SIZE, hash_function=lambda *_: 0)
-    compute(manager, BLOCK_A + BLOCK_B + [0])  # B has taken the only entry
-    assert compute(manager, BLOCK_A + [0])[1] == 0
-    assert compute(manager, BLOCK_A + [0])[1] == BLOCK_SIZE
-    assert compute(manager, BLOCK_A + BLOCK_B + [0])[1] == BLOCK_SIZE
-    assert compute(manager, BLOCK_B + [0])[1] == 0, "the entry's tokens fit, but not its parent"
+    compute(manager, [*BLOCK_A, *BLOCK_B, 0])  # B has taken the only entry
+    assert compute(manager, [*BLOCK_A, 0])[1] == 0
+    assert compute(manager, [*BLOCK_A, 0])[1] == BLOCK_SIZE
+    assert compute(manager, [*BLOCK_A, *BLOCK_B, 0])[1] == BLOCK_SIZE
+    assert compute(manager, [*BLOCK_B, 0])[1] == 0, "the entry's tokens fit, but not its parent"
 
 
 def test_two_blocks_of_one_content_are_one_parent() -> None:
@@ -120,7 +122,7 @@ def test_two_blocks_of_one_content_are_one_parent() -> None:
     manager.may_append(second, second.num_tokens)
     second.num_computed_tokens = second.num_tokens
     manager.hash_blocks(second)
-    third, num_cached = compute(manager, BLOCK_A + BLOCK_B + [0])
+    third, num_cached = compute(manager, [*BLOCK_A, *BLOCK_B, 0])
     assert num_cached == 2 * BLOCK_SIZE
     assert third.block_table[:2] == [first.block_table[0], second.block_table[1]]
     manager.check_invariants([first.block_table, second.block_table, third.block_table])
@@ -129,17 +131,17 @@ def test_two_blocks_of_one_content_are_one_parent() -> None:
 def test_a_salt_never_shares() -> None:
     manager = BlockManager(32, BLOCK_SIZE)
     salts = ["", "a", "b", ""]
-    cached = [compute(manager, BLOCK_A + BLOCK_B + [0], salt)[1] for salt in salts]
+    cached = [compute(manager, [*BLOCK_A, *BLOCK_B, 0], salt)[1] for salt in salts]
     assert cached == [0, 0, 0, 2 * BLOCK_SIZE]
     constant = BlockManager(32, BLOCK_SIZE, hash_function=lambda *_: 0)
-    cached = [compute(constant, BLOCK_A + [0], salt)[1] for salt in ["", "a", "b", "b"]]
+    cached = [compute(constant, [*BLOCK_A, 0], salt)[1] for salt in ["", "a", "b", "b"]]
     assert cached == [0, 0, 0, BLOCK_SIZE]
 
 
 def test_without_the_cache_nothing_is_kept() -> None:
     manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
-    compute(manager, BLOCK_A + [0])
-    assert compute(manager, BLOCK_A + [0])[1] == 0
+    compute(manager, [*BLOCK_A, 0])
+    assert compute(manager, [*BLOCK_A, 0])[1] == 0
     assert not manager.hash_to_block_id
 
 

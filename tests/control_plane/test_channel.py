@@ -25,7 +25,18 @@ from tests.control_plane.test_frames import a_step, assert_same
 from workers import channel
 from workers.channel import ChannelAddress, Listener, connect, set_timeouts
 from workers.errors import ChannelError
-from workers.frames import (ERROR, RESULT, SHUTDOWN, ErrorReport, Frame, FrameDecoder, encode, error_body, read_step, result_body)
+from workers.frames import (
+    ERROR,
+    RESULT,
+    SHUTDOWN,
+    ErrorReport,
+    Frame,
+    FrameDecoder,
+    encode,
+    error_body,
+    read_step,
+    result_body,
+)
 
 KEY = b"k" * 32
 EPOCH = 2
@@ -150,9 +161,7 @@ def test_strangers_do_not_delay_the_rank(kind: str, stranger: Any) -> None:
             raw.close()
 
 
-def test_more_silent_strangers_than_handshakes_only_delay_the_rank(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_silent_strangers_than_handshakes_only_delay_the_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_MAX_HANDSHAKES", 2)
     monkeypatch.setattr(channel, "_HANDSHAKE_TIMEOUT_S", 0.3)
     with listening() as listener:
@@ -204,7 +213,9 @@ def test_a_dead_address_is_an_error_that_names_it(kind: str) -> None:
         connect(address, KEY, EPOCH, 3, timeout_s=5)
 
 
-@pytest.mark.parametrize("greeting", [b"", b"\0\0\0\x05hello", b"\0\0\x40\0" + b"x" * 2**14, b"HTTP/1.1 400 Bad Request"])
+@pytest.mark.parametrize(
+    "greeting", [b"", b"\0\0\0\x05hello", b"\0\0\x40\0" + b"x" * 2**14, b"HTTP/1.1 400 Bad Request"]
+)
 def test_what_is_no_driver_is_an_error(greeting: bytes) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
@@ -215,7 +226,7 @@ def test_what_is_no_driver_is_an_error(greeting: bytes) -> None:
 
         threading.Thread(target=answer).start()
         address = ChannelAddress(host="127.0.0.1", port=server.getsockname()[1])
-        with pytest.raises(ChannelError, match="handshake with the driver at 127.0.0.1:.* failed"):
+        with pytest.raises(ChannelError, match=r"handshake with the driver at 127.0.0.1:.* failed"):
             connect(address, KEY, EPOCH, 0, timeout_s=5)
 
 
@@ -366,7 +377,7 @@ def test_a_killed_rank_is_noticed_at_once(processes: tuple[list[Connection], lis
     transport.send(a_step())
     threading.Timer(0.2, ranks[1].signal, (signal.SIGKILL,)).start()
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match="^rank 1 died without a word"):
+    with pytest.raises(RankFailedError, match=r"^rank 1 died without a word"):
         transport.receive()
     assert time.monotonic() - start < PROMPTLY_S
     transport.close()
@@ -377,10 +388,14 @@ def test_sending_to_a_killed_rank_is_an_error(processes: tuple[list[Connection],
     transport = transport_of(drivers, timeout_s=60)
     ranks[0].signal(signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match="^rank 0 died without a word"):
-        for _ in range(1000):  # the first may still fit a dead peer's buffers
-            transport.send(a_step(2**16))
+    with pytest.raises(RankFailedError, match=r"^rank 0 died without a word"):
+        _send_many(transport)
     assert time.monotonic() - start < PROMPTLY_S
+
+
+def _send_many(transport: SocketTransport) -> None:
+    for _ in range(1000):  # the first may still fit a dead peer's buffers
+        transport.send(a_step(2**16))
 
 
 def test_a_stopped_rank_is_a_timeout_by_the_deadline(processes: tuple[list[Connection], list[RankProcess]]) -> None:
@@ -388,7 +403,7 @@ def test_a_stopped_rank_is_a_timeout_by_the_deadline(processes: tuple[list[Conne
     transport = transport_of(drivers, timeout_s=0.5)
     ranks[1].signal(signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(StepTimeoutError, match="rank 1 did not take step 0 .* within step_timeout_s=0.5"):
+    with pytest.raises(StepTimeoutError, match=r"rank 1 did not take step 0 .* within step_timeout_s=0.5"):
         transport.send(a_step(4 * 2**20))  # more than any socket buffer holds
     with pytest.raises(StepTimeoutError, match="no rank answered"):
         transport.receive()

@@ -232,7 +232,11 @@ def _waiters(engine: Engine, num_waiters: int) -> tuple[list[threading.Thread], 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(RankFailedError("rank 1 died"), RankFailedError), (FrameError("bad frame"), EngineError), (KeyError("oops"), EngineError)],
+    [
+        (RankFailedError("rank 1 died"), RankFailedError),
+        (FrameError("bad frame"), EngineError),
+        (KeyError("oops"), EngineError),
+    ],
     ids=["rank", "frame", "bug"],
 )
 def test_a_transport_that_raises_ends_every_waiter_at_once(rig: Rig, error: Exception, kind: type[Exception]) -> None:
@@ -258,8 +262,9 @@ def test_a_transport_that_raises_ends_every_waiter_at_once(rig: Rig, error: Exce
     rig.engine._thread.join(PROMPTLY_S)
     assert rig.transport.is_closed, "the ranks are told to end"
     rig.engine.close()
-    with pytest.raises(kind, match="."):
+    with pytest.raises(kind) as raised_late:
         rig.engine.poll("late", 60)
+    assert "shut down" not in str(raised_late.value), "the first failure is the one to tell"
 
 
 def test_close_ends_every_waiter_and_the_ranks(rig: Rig) -> None:
@@ -307,7 +312,9 @@ def test_many_threads_submit_poll_abort_and_read_stats_at_once() -> None:
             for turn in range(6):
                 first = turn * 10
                 requests = [
-                    rig.request(first + i, [number % 7, i, turn], is_stream=bool(i % 2), max_tokens=1 + (number + i) % 6)
+                    rig.request(
+                        first + i, [number % 7, i, turn], is_stream=bool(i % 2), max_tokens=1 + (number + i) % 6
+                    )
                     for i in range(4)
                 ]
                 rig.engine.submit(client, requests)

@@ -163,7 +163,7 @@ def test_results_come_back(result: StepResult) -> None:
     assert_same(read_result(decode(encode(Frame(EPOCH, 0, RESULT, result_body(result))))), result)
 
 
-@given(st.builds(ErrorReport, rank=st.integers(0, 99), node=st.text(), pid=st.integers(0), message=st.text()))
+@given(st.builds(ErrorReport, rank=st.integers(0, 99), pid=st.integers(0, 2**31)))
 def test_error_reports_come_back(report: ErrorReport) -> None:
     assert_same(read_error(decode(encode(Frame(EPOCH, 0, ERROR, error_body(report))))), report)
 

@@ -46,7 +46,9 @@ def test_what_is_no_prompt_is_refused_as_one(prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[1, 0, 9], (1, 0, 9), np.array([1, 0, 9]), np.array([1, 0, 9], dtype=np.uint8), [np.int32(1), 0, 9]], ids=repr
+    "prompt",
+    [[1, 0, 9], (1, 0, 9), np.array([1, 0, 9]), np.array([1, 0, 9], dtype=np.uint8), [np.int32(1), 0, 9]],
+    ids=repr,
 )
 def test_token_ids_come_out_as_int32(prompt: Any) -> None:
     ids = encode_prompt(prompt, None, vocab_size=10)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from scheduler.errors import ConfigError, RequestError
-from scheduler.step import Step
+from scheduler.scheduler import Scheduler
+from scheduler.step import Step, StepResult
 from tests.control_plane.fake_model import Harness, expected_tokens, make_config, make_sequence, run_all
 from workers.batch import SlotState
 
@@ -69,12 +70,41 @@ def test_a_sequence_that_outgrows_a_pool_of_two_blocks_fails_alone(
     assert "grew to 9 tokens, but the KV cache holds 8 (2 blocks of 4): lower max_tokens" in story.error
 
 
+@pytest.mark.parametrize(
+    ("num_kv_blocks", "max_num_seqs", "lengths", "max_in_flight"),
+    [
+        (5, 3, [(1, 5), (2, 5), (4, 4), (3, 2), (1, 4)], 2),
+        (6, 4, [(2, 6), (1, 5), (5, 6), (2, 4), (3, 6)], 1),
+    ],
+)
+def test_a_sequence_preempted_when_it_has_outgrown_the_pool_fails_and_does_not_wait_for_ever(
+    num_kv_blocks: int, max_num_seqs: int, lengths: list[tuple[int, int]], max_in_flight: int
+) -> None:
+    """All write the same text, so that one fills the pool with blocks it shares, and is preempted with a token more."""
+    config = make_config(
+        num_kv_blocks=num_kv_blocks,
+        block_size=1,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=9,
+        vocab_size=50 if max_in_flight == 2 else 5,
+    )
+    endless = make_config(num_kv_blocks=99, vocab_size=config.vocab_size)
+    text = [1, *expected_tokens([1], make_sequence(0, [1], max_tokens=10).sampling, endless)[0]]
+    sequences = [
+        make_sequence(seq_id, text[:num_prompt_tokens], max_tokens=max_tokens)
+        for seq_id, (num_prompt_tokens, max_tokens) in enumerate(lengths)
+    ]
+    run_all(sequences, config, max_in_flight=max_in_flight)
+
+
 def test_max_tokens_and_max_model_len_end_a_sequence_without_computing_more() -> None:
     config = make_config(max_model_len=16)
     harness = run_all([make_sequence(0, PROMPT, max_tokens=3), make_sequence(1, PROMPT[:8], max_tokens=100)], config)
     assert [len(story.token_ids) for story in harness.stories.values()] == [3, 8]
     # The last token of each is sampled, and never computed.
-    assert harness.scheduler.stats().num_computed_tokens == len(PROMPT) + 2 + 8 + 7 - harness.stories[1].num_cached_tokens
+    assert (
+        harness.scheduler.stats().num_computed_tokens == len(PROMPT) + 2 + 8 + 7 - harness.stories[1].num_cached_tokens
+    )
     assert max(int(step.seq_lens.max()) for step in harness.steps) == 15
 
 
@@ -96,6 +126,17 @@ def test_stop_ids_end_a_sequence_but_not_before_min_tokens() -> None:
     assert stop not in delayed.token_ids[: first + 1]
 
 
+def test_a_stop_id_that_the_ranks_let_through_too_early_does_not_end_a_sequence() -> None:
+    scheduler = Scheduler(make_config())
+    scheduler.add(make_sequence(0, PROMPT, stop_token_ids=(5,), min_tokens=2))
+    reasons = []
+    for step_id in range(2):
+        scheduler.schedule()
+        scheduler.postprocess(StepResult(step_id=step_id, token_ids=np.array([5], dtype=np.int32)))
+        reasons += [update.finish_reason for update in scheduler.take_updates()]
+    assert reasons == [None, "stop"]
+
+
 def test_the_token_that_follows_a_stop_is_dropped() -> None:
     """One step ahead, the ranks have sampled one token more than the sequence has."""
     config = make_config()
@@ -107,7 +148,7 @@ def test_the_token_that_follows_a_stop_is_dropped() -> None:
 
 def test_identical_prompts_that_arrive_together_compute_their_prefix_once_in_one_step() -> None:
     config = make_config(block_size=4)
-    prompt = PROMPT[:8] + [1, 2]
+    prompt = [*PROMPT[:8], 1, 2]
     harness = Harness(config)
     for seq_id in range(5):
         harness.add(make_sequence(seq_id, prompt, max_tokens=1))
@@ -262,7 +303,9 @@ def test_blocks_kept_for_the_head_of_the_queue_are_not_taken_by_those_behind() -
     harness.run(1)
 
 
-def _inputs_by_hand(step: Step, tables: dict[int, list[int]], last: dict[int, int], block_size: int) -> dict[str, list[int]]:
+def _inputs_by_hand(
+    step: Step, tables: dict[int, list[int]], last: dict[int, int], block_size: int
+) -> dict[str, list[int]]:
     inputs: dict[str, list[int]] = {"input_ids": [], "positions": [], "slot_mapping": []}
     offset = 0
     for slot, count, seq_len in zip(step.slots, step.num_scheduled_tokens, step.seq_lens, strict=True):
@@ -303,4 +346,3 @@ def test_the_ranks_lay_out_steps_as_the_fake_does() -> None:
         sampled_slots = step.slots[step.samples.astype(bool)]
         state.remember(sampled_slots, torch.from_numpy(sampled))
         last |= dict(zip(sampled_slots.tolist(), sampled.tolist(), strict=True))
-

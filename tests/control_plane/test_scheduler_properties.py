@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler.block_manager import BlockManager, hash_block
 from scheduler.config import SchedulerConfig
 from scheduler.sequence import Sequence
-from tests.control_plane.fake_model import Harness, expected_tokens, make_sequence, run_all
+from tests.control_plane.fake_model import Harness, expected_tokens, make_config, make_sequence, run_all
 
 VOCAB_SIZE = 5
 """Small, so that prompts and outputs begin alike."""
@@ -31,9 +31,13 @@ def configs(**fixed: Any) -> st.SearchStrategy[SchedulerConfig]:
     return st.builds(SchedulerConfig, vocab_size=st.just(VOCAB_SIZE), **limits)
 
 
+UNLIMITED = make_config(num_kv_blocks=99, vocab_size=VOCAB_SIZE)
+TEXT = [1, *expected_tokens([1], make_sequence(0, [1], max_tokens=40).sampling, UNLIMITED)[0]]
+"""What every prompt that is a beginning of it goes on with: such sequences share blocks that they generate, too."""
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 prompts = st.one_of(
     st.lists(token_ids, min_size=1, max_size=20),
+    st.integers(1, 20).map(lambda length: TEXT[:length]),
     st.integers(1, 20).map(lambda length: [0, 1, 1, 2, 0, 1, 1, 2, 3, 3, 3, 0, 1, 2, 3, 4, 0, 0, 0, 1][:length]),
 )
 requests = st.fixed_dictionaries(
@@ -64,7 +68,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_in_flight = max_in_flight
         self.aborted: set[int] = set()
 
-    @precondition(lambda self: max(self.harness.config.max_model_len, self.harness.config.num_kv_tokens) > 1)
     @rule(request=requests)
     def arrive(self, request: dict[str, Any]) -> None:
         self.harness.add(make_sequence(len(self.harness.stories), **fitting(request, self.harness.config)))
@@ -125,7 +128,9 @@ def _sequences(some: list[dict[str, Any]], config: SchedulerConfig) -> list[Sequ
 
 
 @settings(max_examples=100, deadline=None)
-@given(config=configs(max_model_len=40), some=st.lists(requests, min_size=1, max_size=10), max_in_flight=st.integers(1, 3))
+@given(
+    config=configs(max_model_len=40), some=st.lists(requests, min_size=1, max_size=10), max_in_flight=st.integers(1, 3)
+)
 def test_everything_at_once_ends_as_if_alone(
     config: SchedulerConfig, some: list[dict[str, Any]], max_in_flight: int
 ) -> None:

@@ -20,6 +20,7 @@ from raytp import LLM, SamplingParams
 from raytp.errors import (
     EngineClosedError,
     EngineError,
+    KVCacheMemoryError,
     ModelNotFoundError,
     PlacementError,
     UnsupportedModelError,
@@ -187,6 +188,11 @@ def test_damaged_weights(num_bytes: int, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes()[: num_bytes if file.suffix == ".safetensors" else None])
     with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read"):
         LLM(tmp_path, 2 if num_bytes == 100 else 1)
+
+
+def test_a_kv_cache_that_does_not_fit() -> None:
+    with pytest.raises(KVCacheMemoryError, match=r"1000000000 blocks needs \d+\.\d\d GiB: lower num_kv_blocks"):
+        LLM(TRIVIA, num_kv_blocks=10**9)
 
 
 def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:

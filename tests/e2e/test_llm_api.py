@@ -43,7 +43,8 @@ def test_one_or_many_as_text_or_ids(llm: LLM) -> None:
     (first, first_answer), (second, second_answer) = questions()[:2]
     ids = llm.generate(_prompt(first), _GREEDY)[0].prompt_token_ids
     as_text = llm.generate(_prompt(first), _GREEDY)
-    many = llm.generate([_prompt(second), ids, np.array(ids), tuple(ids)], [_GREEDY] * 4)
+    prompts: list[Any] = [_prompt(second), ids, np.array(ids), tuple(ids)]
+    many = llm.generate(prompts, [_GREEDY] * 4)
     assert [output.text for output in as_text] == [first_answer]
     assert as_text[0].prompt == _prompt(first)
     assert [output.text for output in many] == [second_answer] + [first_answer] * 3
@@ -71,7 +72,7 @@ def test_params_of_another_type(params: Any, llm: LLM) -> None:
 def test_generator_of_3000_short_prompts(llm: LLM) -> None:
     """Far more than the engine runs at once, or the caller has on its way."""
     prompts = [[3 + i % 7, 5, 3 + i // 7] for i in range(3000)]
-    outputs = llm.generate((prompt for prompt in prompts), SamplingParams(max_tokens=2, ignore_eos=True))  # type: ignore[arg-type]
+    outputs = llm.generate((prompt for prompt in prompts), SamplingParams(max_tokens=2, ignore_eos=True))
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert {len(output.token_ids) for output in outputs} == {2}
     for index in (0, 1234, 2999):
@@ -204,7 +205,8 @@ def test_two_engines_in_one_process(llm: LLM, random_checkpoints: dict[str, Path
 
 def test_text_without_a_tokenizer(random_checkpoints: dict[str, Path], engines: EngineCache) -> None:
     llm = engines.get(random_checkpoints["qwen3"])
-    outputs = llm.generate(["text", [5, 6]], SamplingParams(max_tokens=3))
+    prompts: list[Any] = ["text", [5, 6]]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=3))
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "no tokenizer" in str(outputs[0].error)
     assert (outputs[1].text, len(outputs[1].token_ids)) == ("", 3)

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import torch
 
 import raytp.bench
 from raytp.bench.floor import Floor, Hardware, compute_floor, hardware_of
@@ -210,6 +211,19 @@ def test_a_shared_prefix_is_computed_once_in_each_run(tmp_path):
     assert done.returncode == 0, done.stderr
     (record,) = json.loads(file.read_text())
     assert record["cached_share"] == pytest.approx(3 * 2000 / (4 * 2100))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_it_knows_the_idle_share_and_stays_above_the_floor(tmp_path):
+    file = tmp_path / "results.json"
+    options = ["--num-prompts", "1", "--runs", "1", "--profile", "--json", str(file)]
+    done = bench("qwen3-0.6b", "--workload", "latency", *options)
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads(file.read_text())
+    assert 0 <= record["gpu_idle_share"] < 1
+    assert 0 < sum(share for _, share in record["top_kernels"]) <= 1.0001
+    assert record["ratio"] is None or record["ratio"] > 1
 
 
 def test_a_shape_gets_random_weights_and_nano_vllms_context():

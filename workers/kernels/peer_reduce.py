@@ -2,9 +2,9 @@
 all-reduce and a norm.
 
 For few rows, where an all-reduce is all latency. Every rank reads every rank's rows over NVLink, and adds them in the
-order of the ranks, so that all get the same bits. A row's program tells its counterparts that its rows are ready and
-waits for theirs, by flags that are set to 1 by the one and back to 0 by the other: they are 0 again after each launch,
-as a CUDA graph needs it. Called by `workers.layers.reduction`; imports Triton.
+order of the ranks, so that all get the same bits. A program tells its counterparts on the other ranks that its rows are
+ready and waits for theirs: each launch counts one up, and writes the count into the counterparts' flags. Called by
+`workers.layers.reduction`; imports Triton.
 """
 
 from __future__ import annotations
@@ -14,8 +14,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+MAX_PROGRAMS = 64
+FLAG_STRIDE = 32
+"""int32 elements from one flag to the next, so that each has a cache line of its own."""
+
 
 @triton.jit
+def _meet_peers(flags_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the same program of every rank is here. A rank's flags are [program][rank], its own one its count."""
+    program = tl.program_id(0) * NUM_RANKS
+    own_ptr = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * STRIDE
+    count = tl.load(own_ptr + RANK * STRIDE) + 1
+    for rank in tl.static_range(NUM_RANKS):
+        if rank != RANK:
+            peer_ptr = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + (program + RANK) * STRIDE
+            tl.atomic_xchg(peer_ptr, count, sem="release", scope="sys")
+    for rank in tl.static_range(NUM_RANKS):
+        if rank != RANK:
+            # A plain read in the loop, since an atomic one would keep the peer from writing.
+            while tl.load(own_ptr + rank * STRIDE, volatile=True) < count:
+                pass
+            tl.atomic_add(own_ptr + rank * STRIDE, 0, sem="acquire", scope="sys")
+    tl.store(own_ptr + RANK * STRIDE, count)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["offset", "num_rows"])
 def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,
     flags_ptr,
@@ -23,41 +47,36 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     out_ptr,
     offset,
+    num_rows,
     size,
     eps,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    for rank in tl.static_range(NUM_RANKS):
-        if rank != RANK:
-            flag_ptr = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + row * NUM_RANKS + RANK
-            while tl.atomic_cas(flag_ptr, 0, 1, sem="release", scope="sys") != 0:
-                pass
-    for rank in tl.static_range(NUM_RANKS):
-        if rank != RANK:
-            flag_ptr = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + row * NUM_RANKS + rank
-            while tl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-    tl.debug_barrier()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    mask = columns < size
-    total = tl.zeros([BLOCK], tl.float32)
+    mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
+    elements = rows[:, None] * size + columns[None, :]
+    if HAS_RESIDUAL:  # asked for before the wait, so that it is there after it
+        residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
+    _meet_peers(flags_ptr, RANK, NUM_RANKS, STRIDE)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     for rank in tl.static_range(NUM_RANKS):
-        part_ptr = tl.load(rows_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty)) + offset + row * size
+        part_ptr = tl.load(rows_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty)) + offset
         # Past the L1 cache, which knows nothing of what other GPUs write.
-        total += tl.load(part_ptr + columns, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.load(part_ptr + elements, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     x = total.to(out_ptr.dtype.element_ty)
-    row = row.to(tl.int64)
     if HAS_RESIDUAL:
-        x = x + tl.load(residual_ptr + row * size + columns, mask=mask, other=0.0)
-    tl.store(residual_ptr + row * size + columns, x, mask=mask)
+        x = x + residual
+    tl.store(residual_ptr + elements, x, mask=mask)
     exact = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(exact * exact) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
-    tl.store(out_ptr + row * size + columns, (exact * scale).to(weight.dtype) * weight, mask=mask)
+    scale = tl.rsqrt(tl.sum(exact * exact, 1) / size + eps)[:, None]
+    tl.store(out_ptr + elements, (exact * scale).to(weight.dtype) * weight, mask=mask)
 
 
 def reduce_add_norm(
@@ -73,25 +92,30 @@ def reduce_add_norm(
     """Of the sum over ranks of their rows, plus the residual: (the norm, the sum), each (num_rows, size).
 
     row_pointers and flag_pointers (R,) int64: the addresses of each rank's rows and flags in this process. The rows lie
-    `offset` elements in; flags are int32, one for each row and rank. The sum takes the residual's place.
+    `offset` elements in; the flags are MAX_PROGRAMS * R * FLAG_STRIDE int32, zero at first. The sum takes the
+    residual's place.
     """
     size = len(weight)
     out = torch.empty((num_rows, size), dtype=weight.dtype, device=weight.device)
     block = triton.next_power_of_2(size)
+    rows_each = triton.next_power_of_2(triton.cdiv(num_rows, MAX_PROGRAMS))
     total = residual if residual is not None else torch.empty_like(out)
-    _reduce_norm_kernel[(num_rows,)](
+    _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
         row_pointers,
         flag_pointers,
         total,
         weight,
         out,
         offset,
+        num_rows,
         size,
         eps,
         RANK=rank,
         NUM_RANKS=len(row_pointers),
+        STRIDE=FLAG_STRIDE,
         HAS_RESIDUAL=residual is not None,
+        ROWS=rows_each,
         BLOCK=block,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(16, max(1, rows_each * block // 512)),
     )
     return out, total

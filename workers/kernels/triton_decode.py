@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workers.kernels.decode_plan import PLAN_COLUMNS, UNIT, DecodeWorkspace
 
+SPREAD = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -143,8 +144,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PLAN_COLUMNS: tl.constexpr,
     IS_MIXED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    PROGRAMS_PER_SM: tl.constexpr,
 ):
     program = tl.program_id(0)
+    if SPREAD:
+        # Programs that share a multiprocessor get neighbouring shares, often of one sequence: they read the same pages.
+        num_sms = tl.num_programs(0) // PROGRAMS_PER_SM
+        program = (program % num_sms) * PROGRAMS_PER_SM + program // num_sms
     plan_ptr += program * PLAN_COLUMNS
     sequence = tl.load(plan_ptr)
     offset = tl.load(plan_ptr + 1)  # in units, from the sequence's first
@@ -270,6 +277,8 @@ def attend_decode(
         CHUNK=max(1, 512 * config.num_warps // (num_heads * num_columns)),  # 16 registers of each thread
         PLAN_COLUMNS=PLAN_COLUMNS,
         IS_MIXED=cu_seqlens_q is not None,
+        SPREAD=SPREAD,
+        PROGRAMS_PER_SM=config.programs_per_sm,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
     )

@@ -29,9 +29,12 @@ class Reduction:
     def use_peer_memory(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
         """From now on sum up to `max_rows` rows through shared memory, if the ranks can; all ranks must call it."""
         rows = self.tp.share_memory((_NUM_PLACES, max_rows, size), dtype)
-        flags = self.tp.share_memory((max_rows, self.tp.world_size), torch.int32)
-        if rows is None or flags is None:
+        if rows is None:
             return
+        from workers.kernels.peer_reduce import FLAG_STRIDE, MAX_PROGRAMS
+
+        flags = self.tp.share_memory((MAX_PROGRAMS, self.tp.world_size, FLAG_STRIDE), torch.int32)
+        assert flags is not None
         self._rows = rows
         self._row_pointers = torch.tensor([each.data_ptr() for each in rows], device=rows[0].device)
         self._flag_pointers = torch.tensor([each.data_ptr() for each in flags], device=rows[0].device)
