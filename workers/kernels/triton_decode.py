@@ -16,7 +16,6 @@ from torch import Tensor
 
 from workers.kernels.decode_plan import PLAN_COLUMNS, UNIT, DecodeWorkspace
 
-SPREAD = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -115,6 +114,18 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + elements, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_element)
 
 
+@triton.jit
+def _next_sequence(seq_lens_ptr, rows_ptr, sequence, IS_MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence after this one that has work; there must be one."""
+    sequence += 1
+    while tl.load(seq_lens_ptr + sequence) == 0:
+        sequence += 1
+    if IS_MIXED:
+        while tl.load(rows_ptr + sequence + 1) - tl.load(rows_ptr + sequence) != 1:
+            sequence += 1
+    return sequence
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
@@ -144,14 +155,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PLAN_COLUMNS: tl.constexpr,
     IS_MIXED: tl.constexpr,
-    SPREAD: tl.constexpr,
-    PROGRAMS_PER_SM: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if SPREAD:
-        # Programs that share a multiprocessor get neighbouring shares, often of one sequence: they read the same pages.
-        num_sms = tl.num_programs(0) // PROGRAMS_PER_SM
-        program = (program % num_sms) * PROGRAMS_PER_SM + program // num_sms
     plan_ptr += program * PLAN_COLUMNS
     sequence = tl.load(plan_ptr)
     offset = tl.load(plan_ptr + 1)  # in units, from the sequence's first
@@ -163,7 +168,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     elements = rows[:, None] * D + columns[None, :]
     position = program * share
     while todo > 0:
-        units = tl.maximum(tl.cdiv(seq_len, UNIT), 1)
+        units = tl.cdiv(seq_len, UNIT)
         head = offset // units
         first = offset % units
         count = tl.minimum(units - first, todo)
@@ -186,7 +191,6 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         )
         item_ptr = out_ptr + item.to(tl.int64) * (G * D)
         if count == units:
-            total = tl.where(total > 0, total, 1.0)  # a padding row has no keys
             tl.store(item_ptr + elements, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         else:
             slot = 2 * program + (first == 0).to(tl.int32)
@@ -216,10 +220,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         todo -= count
         if (offset == units * HEADS) & (todo > 0):
             offset = 0
-            sequence += 1
-            if IS_MIXED:
-                while tl.load(rows_ptr + sequence + 1) - tl.load(rows_ptr + sequence) != 1:
-                    sequence += 1
+            sequence = _next_sequence(seq_lens_ptr, rows_ptr, sequence, IS_MIXED)
             seq_len = tl.load(seq_lens_ptr + sequence)
 
 
@@ -238,7 +239,7 @@ def attend_decode(
 
     q (T, H, D), whose rows may lie apart; out (T, H, D) and k_cache, v_cache (N, P, K, D) contiguous; seq_lens (S,)
     and block_tables (S, B) int32. seq_lens and cu_seqlens_q are those that `workspace` was planned for. Without
-    cu_seqlens_q row i is sequence i's. A sequence without keys gets zeros.
+    cu_seqlens_q row i is sequence i's. The row of a sequence without keys is left alone.
     """
     _, page, heads, head_dim = k_cache.shape
     config, group = workspace.config, workspace.group
@@ -277,8 +278,6 @@ def attend_decode(
         CHUNK=max(1, 512 * config.num_warps // (num_heads * num_columns)),  # 16 registers of each thread
         PLAN_COLUMNS=PLAN_COLUMNS,
         IS_MIXED=cu_seqlens_q is not None,
-        SPREAD=SPREAD,
-        PROGRAMS_PER_SM=config.programs_per_sm,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
     )

@@ -1,0 +1,149 @@
+"""One rank's model runner under the real scheduler, in this process: it knows the trivia model's answers.
+
+On a GPU with every backend, with and without CUDA graphs, for any number of sequences; on a CPU with plain torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from scheduler.config import SchedulerConfig
+from scheduler.sampling_params import ResolvedSampling
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+from scheduler.updates import SequenceUpdate
+from workers.config import WorkerConfig
+from workers.model_runner import ModelRunner, StepOutcome
+from workers.parallel import TensorParallel
+
+TRIVIA = Path(__file__).parents[1] / "models" / "tiny-qwen3-trivia"
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+EOS_IDS = (0, 2)
+CONFIG = WorkerConfig(
+    model_path=str(TRIVIA),
+    world_size=1,
+    device=DEVICE.type,
+    dtype="bfloat16" if ON_GPU else "float32",
+    load_format="auto",
+    attention_backend="auto",
+    enforce_eager=False,
+    block_size=16,
+    num_kv_blocks=600,
+    memory_fraction=0.5,
+    cpu_kv_cache_bytes=0,
+    max_num_seqs=32,
+    max_num_batched_tokens=256,
+    max_model_len=512,
+    num_valid_tokens=None,
+    num_threads=1,
+    timeout_s=60,
+)
+
+
+def load_questions(count: int) -> list[tuple[list[int], str]]:
+    """(prompt token ids, answer) of the first questions."""
+    tokenizer = Tokenizer.from_file(str(TRIVIA / "tokenizer.json"))
+    pairs = json.loads((TRIVIA / "questions.json").read_text())[:count]
+    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    return [
+        (tokenizer.encode(template.format(pair["question"]), add_special_tokens=False).ids, pair["answer"])
+        for pair in pairs
+    ]
+
+
+def run(config: WorkerConfig, prompts: list[list[int]], logprobs: int | None = None) -> dict[int, list[SequenceUpdate]]:
+    """Every update of each prompt, decoded greedily one step ahead."""
+    runner = ModelRunner(config, TensorParallel.single(), DEVICE)
+    report = runner.load(lambda fraction: None)
+    runner.allocate(report.num_kv_blocks, lambda fraction: None)
+    limits = SchedulerConfig(
+        num_kv_blocks=report.num_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        vocab_size=2048,
+    )
+    scheduler = Scheduler(limits)
+    sampling = ResolvedSampling(max_tokens=60, stop_token_ids=EOS_IDS, logprobs=logprobs)
+    for index, prompt in enumerate(prompts):
+        scheduler.add(Sequence(index, np.array(prompt, dtype=np.int32), sampling))
+    outcomes: collections.deque[StepOutcome] = collections.deque()
+    updates: dict[int, list[SequenceUpdate]] = {index: [] for index in range(len(prompts))}
+    while scheduler.has_unfinished or outcomes:
+        step = scheduler.schedule()
+        if step is not None:
+            outcome = runner.execute(step)
+            assert outcome is not None
+            outcomes.append(outcome)
+        if len(outcomes) == 2 or (step is None and outcomes):
+            scheduler.postprocess(outcomes.popleft().wait())
+        for update in scheduler.take_updates():
+            updates[update.seq_id].append(update)
+    return updates
+
+
+def assert_knows_the_answers(config: WorkerConfig, num_questions: int) -> None:
+    questions = load_questions(num_questions)
+    tokenizer = Tokenizer.from_file(str(TRIVIA / "tokenizer.json"))
+    updates = run(config, [prompt for prompt, _ in questions])
+    answers = [tokenizer.decode([u.token_id for u in updates[i] if u.token_id]) for i in range(len(questions))]
+    assert [answer.strip() for answer in answers] == [answer for _, answer in questions]
+
+
+def test_the_default_backend_knows_the_answers() -> None:
+    assert_knows_the_answers(CONFIG, 271 if ON_GPU else 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_backend_knows_the_answers(backend: str, dtype: str) -> None:
+    assert_knows_the_answers(replace(CONFIG, attention_backend=backend, dtype=dtype), 271)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_flash_attn_2_knows_the_answers() -> None:
+    pytest.importorskip("flash_attn")
+    assert_knows_the_answers(replace(CONFIG, attention_backend="flash_attn", block_size=256, num_kv_blocks=64), 271)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 12, 20, 100, 512])
+def test_graphs_of_any_number_of_sequences(max_num_seqs: int) -> None:
+    assert_knows_the_answers(replace(CONFIG, max_num_seqs=max_num_seqs, num_kv_blocks=2000), 271)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_graphs_and_eager_agree_to_rounding() -> None:
+    """Same tokens, and log probabilities that differ by what bf16 loses in a few layers."""
+    prompts = [prompt for prompt, _ in load_questions(64)]
+    graphs, eager = (run(replace(CONFIG, enforce_eager=is_eager), prompts, logprobs=2) for is_eager in (False, True))
+    for index in range(len(prompts)):
+        for a, b in zip(graphs[index], eager[index], strict=True):
+            assert a.token_id == b.token_id
+            assert a.logprobs is not None
+            assert b.logprobs is not None
+            assert abs(a.logprobs.chosen - b.logprobs.chosen) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_pool_that_cannot_fit_says_what_would() -> None:
+    from workers.errors import KVCacheMemoryError
+
+    with pytest.raises(KVCacheMemoryError, match="raise memory_fraction"):
+        run(replace(CONFIG, num_kv_blocks=None, memory_fraction=0.0001), [[1, 2, 3]])
