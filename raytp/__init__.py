@@ -15,10 +15,20 @@ from raytp.errors import RaytpError, RequestError
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from raytp.batch_job.api import batch
     from raytp.llm import LLM
     from raytp.outputs import CompletionOutput, OutputChunk, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "OutputChunk", "RaytpError", "RequestError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "OutputChunk",
+    "RaytpError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "batch",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +36,7 @@ _HOMES = {
     "CompletionOutput": "raytp.outputs",
     "OutputChunk": "raytp.outputs",
     "RequestOutput": "raytp.outputs",
+    "batch": "raytp.batch_job.api",
 }
 
 

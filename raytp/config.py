@@ -1,8 +1,12 @@
-"""The engine's settings as users give them. Made by `raytp.llm`, read by `raytp.driver` and `raytp.rank_group`."""
+"""The engine's settings as users give them.
+
+Made by `raytp.llm`; read by `raytp.worker_settings`, `raytp.driver` and `raytp.rank_group`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from scheduler.errors import ConfigError
 
@@ -82,3 +86,12 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
+
+
+def make_engine_config(tensor_parallel_size: int, options: dict[str, Any]) -> EngineConfig:
+    """The other settings by name. Raises ConfigError for a name that is none."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{name} is no setting of an engine; the settings are {', '.join(known)}")
+    return EngineConfig(tensor_parallel_size=tensor_parallel_size, **options)

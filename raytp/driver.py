@@ -1,7 +1,7 @@
 """The driver actor: one engine's control plane in a process of its own.
 
-Starts the rank group, sizes the scheduler by what the ranks report, and runs the step loop. Made by `raytp.llm`; every
-other method is called by it. Next hop of a request: `raytp.engine`.
+Starts the rank group, sizes the scheduler by what the ranks report, and runs the step loop. Made and called by
+`raytp.driver_client`. Next hop of a request: `raytp.engine`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from scheduler.scheduler import Scheduler
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile, LoadReport, WorkerConfig
 
+_EXIT_TIMEOUT_S = 3.0
+"""How long ranks that have been told to end may take before they are killed."""
+
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
@@ -29,23 +32,27 @@ class DriverStatus:
 
 
 class Driver:
-    """A plain class that `raytp.llm` makes an actor. `start` comes first; all methods may be called from any thread."""
+    """A plain class that `raytp.driver_client` makes an actor.
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, group_name: str) -> None:
+    `start` comes first; all methods may be called from any thread.
+    """
+
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int) -> None:
         self._config = config
         self._worker_config = worker_config
         self._vocab_size = vocab_size
         self._status = DriverStatus("starting the driver", 0.0)
-        self._group = RankGroup(config, worker_config, group_name, epoch=0)
+        self._group = RankGroup(config, worker_config, epoch=0)
         self._engine: Engine | None = None
         self._shutdown_lock = threading.Lock()
 
     def start(self) -> EngineInfo:
-        """Build the rank group and begin to take requests. Raises EngineError, or what a rank raised."""
+        """Build the rank group and begin to take requests. Raises EngineError, or a RaytpError that a rank raised."""
         transport, reports = self._group.start(self._report_status)
         num_kv_blocks = min(report.num_kv_blocks for report in reports)
         limits = self._scheduler_config(num_kv_blocks)
         self._engine = Engine(Scheduler(limits), transport)
+        threading.Thread(target=self._close_group_after, args=(self._engine,), name="raytp-end", daemon=True).start()
         self._report_status("ready", 1.0)
         return self._info(limits, reports)
 
@@ -81,7 +88,7 @@ class Driver:
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """See `RankGroup.profile`."""
-        self._running_engine()
+        self._running_engine().check_alive()
         return self._group.profile(duration_s)
 
     def shutdown(self) -> None:
@@ -89,7 +96,14 @@ class Driver:
         with self._shutdown_lock:
             if self._engine is not None:
                 self._engine.close()
-                self._group.wait_for_exit(timeout_s=3.0)
+                self._group.wait_for_exit(_EXIT_TIMEOUT_S)
+            self._group.close()
+
+    def _close_group_after(self, engine: Engine) -> None:
+        """Once one rank has failed the others are of no use, but they hold their GPUs, and may spin in a collective."""
+        engine.wait()
+        with self._shutdown_lock:
+            self._group.wait_for_exit(_EXIT_TIMEOUT_S)
             self._group.close()
 
     def _report_status(self, stage: str, fraction: float) -> None:

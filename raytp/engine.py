@@ -68,7 +68,7 @@ class Engine:
 
     def submit(self, client_id: str, requests: list[Request]) -> None:
         """Queue requests of one caller; what becomes of them arrives in the caller's mailbox."""
-        self._check_alive()
+        self.check_alive()
         self._commands.put(lambda: self._admit(client_id, requests))
 
     def abort(self, client_id: str, request_id: int | None, index: int | None, finish_reason: str) -> None:
@@ -79,7 +79,7 @@ class Engine:
         """News for one caller, as soon as there is any; empty after `timeout_s`. Raises EngineError if it ended."""
         updates = self._mailbox(client_id).take(timeout_s)
         if not updates:
-            self._check_alive()
+            self.check_alive()
         return updates
 
     def forget(self, client_id: str) -> None:
@@ -108,12 +108,17 @@ class Engine:
         self._commands.put(lambda: answer.put(question()))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self._check_alive()
+            self.check_alive()
             with contextlib.suppress(queue.Empty):
                 return answer.get(timeout=0.1)
         raise EngineError(f"the step loop did not answer within {timeout_s:g} s")
 
-    def _check_alive(self) -> None:
+    def wait(self) -> None:
+        """Until the step loop has ended, by `close` or by a failure."""
+        self._thread.join()
+
+    def check_alive(self) -> None:
+        """Raises EngineError if the engine has ended."""
         failure = self._failure
         if failure is not None:
             raise type(failure)(str(failure))  # a new one for each caller: a raised exception gathers traceback

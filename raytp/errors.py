@@ -2,6 +2,7 @@
 
 RaytpError
 ├── RequestError          one request cannot be served; also a ValueError
+├── BatchError            a batch job's output is in use, or holds something else
 ├── ConfigError           a setting is out of range; also a ValueError
 ├── ModelNotFoundError    no model where one was asked for
 ├── UnsupportedModelError the checkpoint needs what raytp does not implement; also a ValueError
@@ -32,6 +33,7 @@ from workers.errors import (
 )
 
 __all__ = [
+    "BatchError",
     "ChannelError",
     "ConfigError",
     "EngineClosedError",
@@ -49,6 +51,10 @@ __all__ = [
     "UnsupportedModelError",
     "WeightsError",
 ]
+
+
+class BatchError(RaytpError):
+    """A batch job cannot use its output: it is in use, holds something else, or an earlier run with other settings."""
 
 
 class EngineError(RaytpError):

@@ -1,11 +1,36 @@
-"""Says what the cluster lacks for a placement group. Called by `raytp.rank_group` when a placement has failed."""
+"""Around an engine's placement group: its name, what others left behind, and what the cluster lacks for it.
+
+Called by `raytp.rank_group` and, for the name, by `raytp.driver_client`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import actors, available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+_PREFIX = "raytp-"
+_NAME = re.compile(rf"{_PREFIX}([0-9a-f]{{32}})")
+
+
+def group_name(driver_actor_id: str) -> str:
+    """Says whose it is, so that others can find and remove it if the driver dies."""
+    return _PREFIX + driver_actor_id
+
+
+def remove_abandoned_groups() -> None:
+    """Give back what engines hold that ended without a chance to do so.
+
+    If a process is killed that had an engine, its driver dies with it, and Ray keeps the placement group for the job,
+    which may go on: the process may have been one actor of many.
+    """
+    for group_id, group in placement_group_table().items():
+        name = _NAME.fullmatch(group["name"])
+        if name and group["state"] != "REMOVED" and actors(name[1]).get("State") == "DEAD":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
 
 
 def describe_shortage(bundles: list[dict[str, float]], strategy: str, waited_s: float) -> str:

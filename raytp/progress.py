@@ -16,7 +16,8 @@ class ProgressBar:
     """
 
     def __init__(self, description: str, enabled: bool | None) -> None:
-        is_enabled = sys.stderr.isatty() if enabled is None else enabled
+        has_terminal = sys.stderr is not None and sys.stderr.isatty()  # None if the shell has closed it
+        is_enabled = has_terminal if enabled is None else enabled
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -17,8 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytp.config import EngineConfig
-from raytp.errors import PlacementError, RankFailedError, StartTimeoutError
-from raytp.placement import describe_shortage
+from raytp.errors import EngineClosedError, PlacementError, RankFailedError, RaytpError, StartTimeoutError
+from raytp.placement import describe_shortage, group_name, remove_abandoned_groups
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
 from raytp.transport import SocketTransport, Transport
@@ -31,22 +31,21 @@ StatusCallback = Callable[[str, float], None]
 class RankGroup:
     """One epoch's ranks. `start` builds everything or nothing; `close` leaves no actor and no placement group."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, name: str, epoch: int) -> None:
-        """`name` is given to the placement group, so that it can be found and removed if this process dies."""
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, epoch: int) -> None:
         self._config = config
         self._worker_config = worker_config
-        self._group_name = name
         self._epoch = epoch
         self._key = secrets.token_bytes(32)
         self._placement_group: PlacementGroup | None = None
         self._ranks: list[Any] = []
         self._run_refs: list[Any] = []
+        self._is_closed = False
         self.nodes: list[NodeInfo] = []
 
     def start(self, on_status: StatusCallback) -> tuple[Transport, list[LoadReport]]:
         """Place, spawn, join, load, agree on the pool's size, and connect.
 
-        Raises EngineError, or whatever a rank raised, after taking down what had been built.
+        Raises EngineError, or a RaytpError that a rank raised, after taking down what had been built.
         """
         try:
             on_status("waiting for resources", 0.0)
@@ -66,7 +65,8 @@ class RankGroup:
             raise
 
     def close(self) -> None:
-        """Kill every rank and give the resources back; may be called at any time, and twice."""
+        """Kill every rank and give the resources back; may be called at any time, from another thread, and twice."""
+        self._is_closed = True
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 ray.kill(rank, no_restart=True)
@@ -92,11 +92,13 @@ class RankGroup:
         return [f"rank {rank} (pid {node.pid} on {node.hostname})" for rank, node in enumerate(self.nodes)]
 
     def _place(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine was shut down before it had started")
         resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
         bundles = [{resource: 1.0}] * self._worker_config.world_size
-        self._placement_group = placement_group(
-            bundles, strategy=self._config.placement_strategy, name=self._group_name
-        )
+        remove_abandoned_groups()
+        name = group_name(str(ray.get_runtime_context().get_actor_id()))
+        self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
         if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
             raise PlacementError(
                 describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
@@ -150,8 +152,14 @@ class RankGroup:
         for rank, local in zip(self._ranks, is_local, strict=True):
             address = listener.local_address if local else listener.remote_address
             self._run_refs.append(rank.run.remote(address, self._key))
-        connections = listener.accept_ranks(len(self._ranks), self._config.startup_timeout_s)
+        connections = listener.accept_ranks(len(self._ranks), self._config.startup_timeout_s, self._check_running)
         return SocketTransport(connections, self.names, self._epoch, timeout_s)
+
+    def _check_running(self) -> None:
+        """Raises what has ended a rank's run loop before it could connect."""
+        done, _ = ray.wait(self._run_refs, num_returns=len(self._run_refs), timeout=0, fetch_local=False)
+        for ref in done:
+            self._raise_failure(ref, self._run_refs.index(ref), "connecting to the driver")
 
     def _wait(self, refs: list[Any], what: str, on_wait: Callable[[], None] | None = None) -> list[Any]:
         """The values of one call on each of the first len(refs) ranks. The first failure ends the wait."""
@@ -165,6 +173,7 @@ class RankGroup:
                 late = ", ".join(self._name(refs.index(ref)) for ref in pending)
                 raise StartTimeoutError(
                     f"{what} took longer than startup_timeout_s={self._config.startup_timeout_s:g}; waiting for {late}"
+                    f": see whether it is stuck, or raise the time-out if it is only slow"
                 )
             if on_wait is not None:
                 on_wait()
@@ -174,10 +183,10 @@ class RankGroup:
         try:
             ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, Exception):
-                raise cause from error
-            raise RankFailedError(f"{self._name(rank)} raised while {what}:\n{error}") from error
+            if isinstance(error.cause, RaytpError):
+                raise error.cause from error
+            reason = f"{type(error.cause).__name__}: {error.cause}"
+            raise RankFailedError(f"{self._name(rank)} failed while {what} with {reason}\n{error}") from error
         except ray.exceptions.RayActorError as error:
             raise RankFailedError(f"{self._name(rank)} died while {what}: {error}") from error
 

@@ -7,6 +7,7 @@ actor and after they come back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ Message = Mapping[str, Any]
 """One turn of a chat: "role" and "content", and what else the model's template reads."""
 
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -29,12 +31,11 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
-        self.vocab_size = len(hf_tokenizer)
-        """Tokens with added ones; the model's vocabulary V may be larger."""
+        self.num_ids = max(hf_tokenizer.get_vocab().values()) + 1
+        """Every token's id is below it, those of added tokens too; the model's vocabulary V may be larger."""
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         added = hf_tokenizer.added_tokens_decoder
         self._special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
-        self._end_id = max(hf_tokenizer.get_vocab().values()) + 1
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -45,7 +46,7 @@ class Tokenizer:
         """
         from transformers import AutoTokenizer
 
-        if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make an empty tokenizer
+        if not _has_vocabulary(path):  # transformers would make an empty tokenizer
             raise ModelNotFoundError(f"{path} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there")
         try:
             return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
@@ -87,12 +88,45 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """False for the ids that `decode` leaves out: special ones, and those that no token has."""
-        return token_id < self._end_id and token_id not in self._special_ids
+        return token_id < self.num_ids and token_id not in self._special_ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids` without special tokens; ids that no token has (a padded vocabulary) are left out."""
         ids = [int(i) for i in token_ids]
         return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class TokenizerLoading:
+    """Loads a tokenizer in a thread: it takes seconds of imports, and Ray can start meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokenizer: Tokenizer | None = None
+        self._error: Exception | None = None
+        # It has hooks for forks, and starting Ray forks: first imported in the thread, it would release a lock in the
+        # middle of a fork that had not taken it.
+        import concurrent.futures.thread  # noqa: F401
+
+        self._thread = threading.Thread(target=self._load, name="raytp-tokenizer", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Tokenizer | None:
+        """The tokenizer; None if the model came without one. Raises what `Tokenizer.load` raises."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._tokenizer
+
+    def _load(self) -> None:
+        try:
+            if any(self._path.glob("tokenizer*")) or _has_vocabulary(self._path):
+                self._tokenizer = Tokenizer.load(self._path)
+        except Exception as error:  # whatever it is, it must not end with this thread
+            self._error = error
+
+
+def _has_vocabulary(path: Path) -> bool:
+    return any((path / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
@@ -108,8 +142,9 @@ class IncrementalDetokenizer:
     """Text of one growing sequence of token ids, given out as soon as it can no longer change.
 
     A window of the last tokens is decoded again with each new one, and the new text is what the window's text has
-    grown by. Only the last character can still change: an unfinished UTF-8 sequence decodes to one U+FFFD at the end.
-    The window is cut back when it is full, so the cost of a token does not depend on the length of the text.
+    grown by. Only U+FFFD at its end can still change: an unfinished UTF-8 sequence decodes to one, and where characters
+    are spelled in byte tokens (`byte_fallback`), so does each byte of the run that it stands in. The window is cut back
+    when it is full, so the cost of a token does not depend on the length of the text.
 
     Once a stop string is complete, `stopped_by` names it and later tokens are ignored.
     """
@@ -117,7 +152,9 @@ class IncrementalDetokenizer:
     # UTF-8 decoding falls into step within 4 bytes, hence tokens, of wherever a window begins; decoders that treat the
     # first token of a text specially need one more.
     _NUM_KEPT = 6
-    _NUM_MAX = 16
+    _NUM_CUT = 16
+    # A character that has begun is over 3 tokens later; what is U+FFFD even then is no text, and stays what it is.
+    _NUM_MAX = 20
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.stopped_by: str | None = None
@@ -168,13 +205,24 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        end = _num_certain_chars(text)
+        end = len(text.rstrip(_REPLACEMENT))
+        is_cut = len(self._window) >= (self._NUM_CUT if end == len(text) else self._NUM_MAX)
+        if is_cut:
+            end = _num_chars_before_last(text)
         new_text = text[self._num_window_chars : end]
         self._num_window_chars = max(self._num_window_chars, end)
-        if len(self._window) >= self._NUM_MAX:
-            del self._window[: -self._NUM_KEPT]
-            self._num_window_chars = _num_certain_chars(self._tokenizer.decode(self._window))
+        if is_cut:
+            self._cut_window()
         return new_text
+
+    def _cut_window(self) -> None:
+        """Keep its last tokens, from where a character begins: byte tokens make no text without its first byte."""
+        for num_kept in (*range(self._NUM_KEPT, self._NUM_KEPT + 4), self._NUM_KEPT):
+            text = self._tokenizer.decode(self._window[-num_kept:])
+            if not text.startswith(_REPLACEMENT):
+                break
+        self._window = self._window[-num_kept:]
+        self._num_window_chars = _num_chars_before_last(text)
 
     def _release(self, new_text: str) -> str:
         """The part of the held-back text and `new_text` that cannot belong to a stop string; finds complete ones."""
@@ -198,5 +246,6 @@ class IncrementalDetokenizer:
         return 0
 
 
-def _num_certain_chars(text: str) -> int:
-    return len(text) - text.endswith("\N{REPLACEMENT CHARACTER}")
+def _num_chars_before_last(text: str) -> int:
+    """Characters of `text` without a U+FFFD at the end, which may be one that is not finished."""
+    return len(text) - text.endswith(_REPLACEMENT)

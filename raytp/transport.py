@@ -84,7 +84,10 @@ class SocketTransport(Transport):
         """See `Transport.receive`."""
         ready = self._poll(self._timeout_s)
         if not ready:
-            raise StepTimeoutError(f"no rank answered within step_timeout_s={self._timeout_s:g}")
+            raise StepTimeoutError(
+                f"no rank answered within step_timeout_s={self._timeout_s:g}. One of {', '.join(self._names)} is "
+                f"stuck, or the step needs longer: then raise the time-out, or lower max_num_batched_tokens"
+            )
         failures = {}
         result = None
         for rank in ready:

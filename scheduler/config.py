@@ -1,4 +1,4 @@
-"""The scheduler's limits. Made by `raytp.engine` once the ranks have agreed on the size of the KV-cache pool."""
+"""The scheduler's limits. Made by `raytp.driver` once the ranks have agreed on the size of the KV-cache pool."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Scheduler:
         step_id, sampled = self._in_flight.popleft()
         assert step_id == result.step_id
         assert len(sampled) == len(result.token_ids)
-        logprobs = _split_logprobs(result)
+        logprobs = _split_logprobs(result, sampled)
         for row, (seq, token_id) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             seq.num_pending_tokens -= 1
             if seq.status is not _FINISHED:
@@ -280,11 +280,14 @@ class Scheduler:
         seq.has_sampled_in_slot = False
 
 
-def _split_logprobs(result: StepResult) -> dict[int, TokenLogprobs]:
-    if result.logprobs is None:
-        return {}
+def _split_logprobs(result: StepResult, sampled: list[Sequence]) -> dict[int, TokenLogprobs]:
+    """By row, with as many of the likeliest as its sequence asked for: the arrays are as wide as the most asked."""
     arrays = result.logprobs
-    return {
-        row: TokenLogprobs(chosen, arrays.top_ids[index], arrays.top[index])
-        for index, (row, chosen) in enumerate(zip(arrays.rows.tolist(), arrays.chosen.tolist(), strict=True))
-    }
+    if arrays is None:
+        return {}
+    split = {}
+    for index, (row, chosen) in enumerate(zip(arrays.rows.tolist(), arrays.chosen.tolist(), strict=True)):
+        num_top = sampled[row].sampling.logprobs or 0
+        # Copies: a view would keep the whole step's arrays.
+        split[row] = TokenLogprobs(chosen, arrays.top_ids[index, :num_top].copy(), arrays.top[index, :num_top].copy())
+    return split

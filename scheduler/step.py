@@ -1,7 +1,7 @@
 """The contract between the planes: what the scheduler asks of the ranks in one step, and what rank 0 answers.
 
 Everything is integers and int32 arrays; how they travel is `workers.frames`' business. Written by
-`scheduler.scheduler`, read by `workers.batch` and `workers.sampler`.
+`scheduler.step_builder`, read by `workers.batch`, `workers.decode_graph` and `workers.sampler`.
 
 A running sequence occupies a *slot*, a row of state that the ranks keep between steps: its block table, its last
 sampled token, its sampling settings. A step therefore carries only what changed, a few kilobytes even for hundreds of

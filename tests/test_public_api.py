@@ -9,7 +9,16 @@ import raytp.errors
 import scheduler.errors
 import workers.errors
 
-PUBLIC = ["LLM", "CompletionOutput", "OutputChunk", "RaytpError", "RequestError", "RequestOutput", "SamplingParams"]
+PUBLIC = [
+    "LLM",
+    "CompletionOutput",
+    "OutputChunk",
+    "RaytpError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "batch",
+]
 
 
 def test_the_public_names_are_exactly_these() -> None:

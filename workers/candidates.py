@@ -3,7 +3,7 @@
 Gumbel-max over the whole vocabulary is the maximum of the maxima over its parts, so each rank offers its best candidate
 and one small all-reduce finds the winner, exactly the token that one rank with all the logits would draw. On a GPU this
 is one pass of a Triton kernel; here is the plain torch version, for CPUs and as its oracle. Called by
-`workers.model_runner`.
+`workers.parallel_sampler`.
 
 Shapes: N rows, V/R token ids on this rank.
 """

@@ -16,6 +16,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -26,6 +27,11 @@ from workers.frames import HELLO, Frame, FrameDecoder, encode
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_HANDSHAKES = 64
+_SOCKET_NAME = "ranks"
+_MAX_SOCKET_PATH = 107
+"""Bytes that Linux has room for."""
+_WAIT_S = 0.2
+"""Between two looks at what else may end a wait for the ranks."""
 # Of what is no peer of ours, Python before 3.12 asserts some things that later versions raise AuthenticationError for.
 _HANDSHAKE_ERRORS = (OSError, EOFError, AuthenticationError, AssertionError, ValueError, FrameError)
 
@@ -85,14 +91,12 @@ class Listener:
     """The driver's end: waits until every rank of one epoch has connected and proved itself."""
 
     def __init__(self, key: bytes, epoch: int, host: str | None) -> None:
-        """Listens on a Unix socket, and on TCP at `host` if one is given."""
+        """Listens on a Unix socket, and on TCP at `host` if one is given. Raises ChannelError if it cannot."""
         self._key = key
         self._epoch = epoch
-        self._folder = tempfile.mkdtemp(prefix="raytp-")
-        self.local_address = ChannelAddress(path=str(Path(self._folder, "ranks")))
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind(self.local_address.path or "")
-        self._sockets = [unix]
+        self._folder = _make_folder()
+        self.local_address = ChannelAddress(path=str(self._folder / _SOCKET_NAME))
+        self._sockets = [_bind_unix(self._folder)]
         self.remote_address: ChannelAddress | None = None
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -108,8 +112,14 @@ class Listener:
             raw.listen(128)
             threading.Thread(target=self._accept_loop, args=(raw,), name="raytp-accept", daemon=True).start()
 
-    def accept_ranks(self, num_ranks: int, timeout_s: float) -> list[Connection]:
-        """One connection for each rank, in rank order; stops listening. Raises ChannelError after `timeout_s`."""
+    def accept_ranks(
+        self, num_ranks: int, timeout_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> list[Connection]:
+        """One connection for each rank, in rank order; stops listening.
+
+        `on_wait` is called while there are ranks to wait for; what it raises ends the wait. Raises ChannelError after
+        `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             with self._condition:
@@ -120,7 +130,8 @@ class Listener:
                             f"ranks {missing} did not connect to {self.local_address} or {self.remote_address} "
                             f"within {timeout_s:g} s"
                         )
-                    self._condition.wait(left)
+                    self._condition.wait(min(left, _WAIT_S))
+                    on_wait()
                 return [self._arrived.pop(rank) for rank in range(num_ranks)]
         finally:
             self.close()
@@ -170,6 +181,30 @@ class Listener:
                 return
             self._arrived[hello.body] = connection
             self._condition.notify_all()
+
+
+def _make_folder() -> Path:
+    """A new folder that only this user can enter, with a path that is short enough for a socket in it.
+
+    Raises ChannelError.
+    """
+    longest = _MAX_SOCKET_PATH - len(f"/raytp-01234567/{_SOCKET_NAME}")
+    try:
+        parent = tempfile.gettempdir()
+        return Path(tempfile.mkdtemp(prefix="raytp-", dir=parent if len(os.fsencode(parent)) <= longest else "/tmp"))
+    except OSError as error:
+        raise ChannelError(f"the driver cannot make a temporary folder ({error}): set TMPDIR to another") from error
+
+
+def _bind_unix(folder: Path) -> socket.socket:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        raw.bind(str(folder / _SOCKET_NAME))
+    except OSError as error:  # the disk is full, say
+        raw.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ChannelError(f"the driver cannot listen in {folder} ({error}): set TMPDIR to another folder") from error
+    return raw
 
 
 def _wrap(raw: socket.socket, timeout_s: float) -> Connection:

@@ -1,4 +1,4 @@
-"""What a rank is told when it starts, and what it reports back. Made by `raytp.rank_group`; knows no torch."""
+"""What a rank is told when it starts, and what it reports back. Made by `raytp.worker_settings`; knows no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerConfig:
     num_threads: int
     """Threads of a rank on a CPU."""
     timeout_s: float
-    """Deadline for the rendezvous, and of each collective on a CPU."""
+    """Deadline for the rendezvous, and for reaching the driver."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 No generator and no state: the noise of a token does not depend on the batch, on other rows, or on what was drawn
 before, so a seeded request gives the same tokens alone, in a crowd and after preemption. The hash is 32-bit wrap-around
-arithmetic, which a GPU kernel can repeat bit for bit. Called by `workers.sampler`; knows nothing of slots.
+arithmetic, which a GPU kernel can repeat bit for bit. Called by `workers.sampler` and `workers.candidates`; knows
+nothing of slots.
 
 Shapes: N rows, V token ids.
 """

@@ -1,6 +1,7 @@
 """Which part of the model each rank holds: a pure function of the model's sizes and the number of ranks.
 
-Knows nothing of torch or of checkpoints. Called by the workers before they build their layers, and by `raytp info`.
+Knows nothing of torch or of checkpoints. Called by the workers before they build their layers, by
+`raytp.worker_settings` and by `raytp info`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fills a model's shard from a checkpoint's safetensors files, reading nothing but the shard's own slices.
 
-Knows no layer: the model lists its `CheckpointSlice`s. Called by the worker at start-up.
+Knows no layer: the model lists its `CheckpointSlice`s. Called by the model runner at start-up.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class Worker:
         self._status = WorkerStatus("starting", 0.0)
         self._store: Store | None = None
         self._decoder = FrameDecoder(epoch)
+        self._send_lock = threading.Lock()
+        """Results and an error may come from two threads, and a frame may take several writes."""
 
     def status(self) -> WorkerStatus:
         """How far the start-up has come."""
@@ -155,7 +157,7 @@ class Worker:
         """Send results as the device finishes them, while the next step is being queued."""
         try:
             while (outcome := outcomes.get()) is not None:
-                connection.send_bytes(self._encode_outcome(outcome))
+                self._send(connection, self._encode_outcome(outcome))
         except OSError:
             logger.info("rank %d: the driver does not take results any more", self._rank)
         except Exception as error:
@@ -179,6 +181,10 @@ class Worker:
 
     def _send_error(self, connection: Connection, error: Exception) -> None:
         try:
-            connection.send_bytes(self._encode_error(error))
+            self._send(connection, self._encode_error(error))
         except OSError:
             logger.info("rank %d: the driver is gone before it could hear of the failure", self._rank)
+
+    def _send(self, connection: Connection, data: bytes) -> None:
+        with self._send_lock:
+            connection.send_bytes(data)

@@ -11,7 +11,13 @@ import sys
 
 
 def prepare_streams() -> None:
-    """Never fail over a character: what the terminal lacks is shown as ?, and what is no text is refused later on."""
+    """Never fail over a character: what the terminal lacks is shown as ?, and what is no text is refused later on.
+
+    A stream that the shell has closed, which Python leaves out, reads as empty and takes everything.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the rest of the process)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if isinstance(sys.stdout, io.TextIOWrapper):

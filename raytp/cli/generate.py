@@ -30,7 +30,8 @@ def read_prompts(prompt: str | None, file: Path | None, is_by_line: bool) -> lis
         text, source = sys.stdin.read(), "standard input"
     else:
         text, source = prompt, "the argument"
-    prompts = [line for line in text.splitlines() if line] if is_by_line else [text.removesuffix("\n")]
+    # Not splitlines(), which also splits at form feeds and at Unicode's own separators.
+    prompts = [line for line in text.split("\n") if line] if is_by_line else [text.removesuffix("\n")]
     if not any(prompts):
         raise RequestError(f"the prompt is empty: {source} must hold some text")
     return prompts

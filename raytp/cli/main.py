@@ -75,7 +75,8 @@ class _Group(TyperGroup):
             raise typer.Exit(_BROKEN_PIPE) from None
         finally:
             # Runs before Ray's own exit function, which takes a moment and must not be interrupted.
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 app = typer.Typer(

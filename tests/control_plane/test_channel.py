@@ -409,3 +409,18 @@ def test_a_stopped_rank_is_a_timeout_by_the_deadline(processes: tuple[list[Conne
         transport.receive()
     transport.close()
     assert time.monotonic() - start < 4 + PROMPTLY_S
+
+
+def test_what_on_wait_raises_ends_the_wait() -> None:
+    """As when a rank has died that will never connect."""
+
+    def notice() -> None:
+        raise ConnectionError("a rank has died")
+
+    listener = Listener(KEY, EPOCH, None)
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="a rank has died"):
+        listener.accept_ranks(1, timeout_s=60, on_wait=notice)
+    assert time.monotonic() - started < 10
+    with pytest.raises(ChannelError, match="cannot reach"):
+        connect(listener.local_address, KEY, EPOCH, 0, timeout_s=1)

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from scheduler.errors import ConfigError, RequestError
+from scheduler.sampling_params import ResolvedSampling
 from scheduler.scheduler import Scheduler
-from scheduler.step import Step, StepResult
+from scheduler.sequence import Sequence
+from scheduler.step import Step, StepLogprobs, StepResult
 from tests.control_plane.fake_model import Harness, expected_tokens, make_config, make_sequence, run_all
 from workers.batch import SlotState
 
@@ -346,3 +348,29 @@ def test_the_ranks_lay_out_steps_as_the_fake_does() -> None:
         sampled_slots = step.slots[step.samples.astype(bool)]
         state.remember(sampled_slots, torch.from_numpy(sampled))
         last |= dict(zip(sampled_slots.tolist(), sampled.tolist(), strict=True))
+
+
+def test_each_sequence_gets_as_many_log_probabilities_as_it_asked_for() -> None:
+    """The ranks answer with as many for each row as the most that any row asked for."""
+    scheduler = Scheduler(make_config())
+    for seq_id, logprobs in enumerate((None, 0, 1, 3)):
+        scheduler.add(Sequence(seq_id, np.array([seq_id], np.int32), ResolvedSampling(max_tokens=1, logprobs=logprobs)))
+    step = scheduler.schedule()
+    assert step is not None
+    rows = np.array([1, 2, 3], dtype=np.int32)
+    arrays = StepLogprobs(
+        rows=rows,
+        chosen=-rows.astype(np.float32),
+        top_ids=np.arange(9, dtype=np.int32).reshape(3, 3),
+        top=np.arange(9, dtype=np.float32).reshape(3, 3),
+    )
+    scheduler.postprocess(
+        StepResult(step_id=step.step_id, token_ids=np.array([5, 6, 7, 8], dtype=np.int32), logprobs=arrays)
+    )
+    none, *others = [update.logprobs for update in scheduler.take_updates()]
+    assert none is None
+    assert [each and (each.chosen, each.top_ids.tolist(), each.top.tolist()) for each in others] == [
+        (-1.0, [], []),
+        (-2.0, [3], [3.0]),
+        (-3.0, [6, 7, 8], [6.0, 7.0, 8.0]),
+    ]

@@ -154,6 +154,7 @@ def test_a_rank_killed_while_it_generates(victim: int, transport: str) -> None:
     assert time.monotonic() - killed_at[0] < _FAILS_WITHIN_S
     with pytest.raises(EngineError, match=f"pid {pids[victim]}"):
         llm.generate([5, 6])
+    _wait_until(lambda: not _actor_pids("RankActor") and not _placement_groups())  # without a shutdown
     llm.shutdown()
 
 
@@ -165,6 +166,64 @@ def test_the_driver_killed_while_it_generates() -> None:
     with pytest.raises(EngineError, match="driver actor died"):
         _generate_forever(llm)
     llm.shutdown()
+
+
+@pytest.mark.parametrize("what", ["RankActor", "Driver"])
+@pytest.mark.parametrize("delay_s", [0.0, 1.0])
+def test_a_process_killed_while_the_engine_starts(what: str, delay_s: float) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 30
+        while not (pids := _actor_pids(what)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        os.kill(pids[-1], signal.SIGKILL)
+        killed.append(pids[-1])
+
+    def start_and_use() -> None:
+        with LLM(TRIVIA, 2) as llm:
+            killer.join()
+            _generate_forever(llm)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(EngineError, match="died"):  # while it starts, or else with its first steps
+        start_and_use()
+    killer.join()
+    assert len(killed) == 1
+
+
+def test_a_driver_that_stops_while_the_engine_starts() -> None:
+    stopped: list[int] = []
+
+    def stop() -> None:
+        deadline = time.monotonic() + 30
+        while not (pids := _actor_pids("Driver")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped.extend(pids)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(EngineError, match="did not answer within startup_timeout_s=3"):
+        LLM(TRIVIA, startup_timeout_s=3)
+    stopper.join()
+    assert len(stopped) == 1
+
+
+def test_a_relative_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have working directories of their own."""
+    monkeypatch.chdir(TRIVIA.parent)
+    with LLM(TRIVIA.name) as llm:
+        assert _answers(llm)
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    code = "from raytp.ray_runtime import ensure_ray; ensure_ray(1)"
+    environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
+    script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert "raytp.errors.EngineError: the Ray cluster at RAY_ADDRESS=127.0.0.1:1 cannot be joined" in script.stderr
 
 
 def test_missing_models(tmp_path: Path) -> None:

@@ -134,6 +134,14 @@ def test_logprobs_are_those_of_transformers(
     assert len(only_chosen[0].top_ids) == 0
 
 
+def test_logprobs_do_not_depend_on_what_others_ask_for(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=n) for n in (0, 1, 20)]
+    for output, num_top in zip(llm.generate([[5, 6]] * 3, params), (0, 1, 20), strict=True):
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        assert [len(each.top_ids) for each in logprobs] == [num_top] * 4
+
+
 def test_n_completions(llm: LLM) -> None:
     output = llm.chat(_user(questions()[0][0]), _GREEDY.replace(n=3))[0]
     assert [(each.index, each.text) for each in output.outputs] == [(i, questions()[0][1]) for i in range(3)]
@@ -209,6 +217,7 @@ def test_text_without_a_tokenizer(random_checkpoints: dict[str, Path], engines: 
     outputs = llm.generate(prompts, SamplingParams(max_tokens=3))
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "no tokenizer" in str(outputs[0].error)
+    assert [output.prompt for output in outputs] == ["text", None], "a refused request still says what it was"
     assert (outputs[1].text, len(outputs[1].token_ids)) == ("", 3)
     chunks = list(llm.stream([5, 6], SamplingParams(max_tokens=3)))
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == outputs[1].token_ids

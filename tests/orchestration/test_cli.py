@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raytp.cli.generate import read_prompts
 from workers.kernels.attention import select_backend
 from workers.model_config import load_model_config
 from workers.models.decoder import CausalLM
@@ -103,6 +104,12 @@ def test_piped_lines_become_json_objects_in_order(raytp):
         assert answer["num_tokens"] == len(answer["token_ids"]) > 0
         assert answer["num_prompt_tokens"] > 0
         assert 0 < answer["first_token_s"] <= answer["finished_s"]
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\x0c\u2028still one\n\ntwo\n")
+    assert read_prompts(None, file, is_by_line=True) == ["one\x0c\u2028still one", "two"]
 
 
 def test_one_prompt_that_cannot_be_served_fails_alone(raytp, tmp_path):

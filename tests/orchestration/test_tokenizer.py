@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raytp.model_source import resolve_model
-from raytp.tokenizer import IncrementalDetokenizer, Tokenizer
+from raytp.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerLoading
 from scheduler.errors import RequestError
 from workers.errors import ModelNotFoundError
 
@@ -66,13 +68,13 @@ def test_encode_and_decode_equal_those_of_transformers(tokenizer: Tokenizer) -> 
         assert ids.dtype == np.int32
         assert ids.tolist() == reference.encode(text)
         assert tokenizer.decode(ids) == reference.decode(reference.encode(text), skip_special_tokens=True)
-    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.num_ids == len(reference)
     assert tokenizer.eos_token_id == reference.eos_token_id == 2
 
 
 def test_ids_beyond_the_vocabulary_decode_to_nothing(tokenizer: Tokenizer) -> None:
     hello = tokenizer.encode("Hello").tolist()
-    beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 1000, 2**31 - 1] * 10
+    beyond = [tokenizer.num_ids, tokenizer.num_ids + 1000, 2**31 - 1] * 10
     assert tokenizer.decode(hello + beyond) == "Hello"
     assert detokenize(tokenizer, hello + beyond + hello)[0] == "HelloHello"
 
@@ -151,6 +153,32 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(path)
 
 
+def test_loading_in_a_thread(tmp_path: Path) -> None:
+    loaded = TokenizerLoading(TINY).result()
+    assert loaded is not None
+    assert loaded.num_ids == Tokenizer.load(TINY).num_ids
+    assert TokenizerLoading(tmp_path).result() is None
+
+
+def test_what_goes_wrong_in_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose tokenizer fails is no model without one."""
+    path = copy_tiny(tmp_path / "model")
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
+        TokenizerLoading(path).result()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError):
+        TokenizerLoading(TINY).result()
+
+
+def test_ids_with_gaps(tmp_path: Path) -> None:
+    """The last token's id counts, not how many tokens there are."""
+    added = json.loads((TINY / "tokenizer.json").read_text())["added_tokens"]
+    last = added[-1] | {"id": 3000, "content": "<|late|>"}
+    tokenizer = Tokenizer.load(copy_tiny(tmp_path / "model", added_tokens=[*added, last]))
+    assert tokenizer.encode("<|late|>").tolist() == [tokenizer.num_ids - 1]
+
+
 def test_pickles(tokenizer: Tokenizer) -> None:
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode("Hello 😀").tolist() == tokenizer.encode("Hello 😀").tolist()
@@ -163,7 +191,7 @@ def test_transformers_is_imported_late() -> None:
 
 @given(data=st.data())
 def test_pieces_of_random_ids_add_up(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=80))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.num_ids + 3), max_size=80))
     assert detokenize(tokenizer, ids)[0] == tokenizer.decode(ids)
 
 
@@ -192,6 +220,34 @@ def test_text_comes_out_with_the_token_that_completes_it(tokenizer: Tokenizer) -
     pieces = [detokenizer.push([i]) for i in ids]
     assert len(ids) > 3, "the emoji must span tokens"
     assert pieces == ["a", *[""] * (len(ids) - 3), "😀", "b"]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """As in Mistral's and the first Llamas': what has no token of its own is spelled in tokens of one byte each."""
+    vocab = {"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "b": 4} | {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    raw = RawTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+
+
+@given(text=st.text(st.sampled_from("abé東😀"), max_size=40), stop=st.sampled_from([(), ("😀a",), ("東😀", "b")]))
+def test_characters_spelled_in_byte_tokens(byte_fallback: Tokenizer, text: str, stop: tuple[str, ...]) -> None:
+    """A run of them decodes to U+FFFD alone while its last character is unfinished."""
+    ids = byte_fallback.encode(text).tolist()
+    assert byte_fallback.decode(ids) == text
+    output, detokenizer = detokenize(byte_fallback, ids, stop=stop)
+    start, string = find_first_stop(text, stop) or (len(text), None)
+    assert (output, detokenizer.stopped_by) == (text[:start], string)
+
+
+def test_byte_tokens_that_are_no_text_still_come_out(byte_fallback: Tokenizer) -> None:
+    continuation = byte_fallback.encode("é").tolist()[1]
+    detokenizer = IncrementalDetokenizer(byte_fallback)
+    emitted = detokenizer.push([continuation] * 100)
+    assert len(emitted) > 50
+    assert set(emitted) == {"\ufffd"}
 
 
 def find_first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:

@@ -54,12 +54,9 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     NUM_RANKS: tl.constexpr,
     STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if IS_ALIGNED:  # Triton sees nothing of how an address from memory is aligned, and would load element by element
-        offset = tl.multiple_of(offset, 16)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
@@ -71,8 +68,6 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for rank in tl.static_range(NUM_RANKS):
         part_ptr = tl.load(rows_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty))
-        if IS_ALIGNED:
-            part_ptr = tl.multiple_of(part_ptr, 16)
         part_ptr += offset
         # Past the L1 cache, which knows nothing of what other GPUs write.
         total += tl.load(part_ptr + elements, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -120,7 +115,6 @@ def reduce_add_norm(
         NUM_RANKS=len(row_pointers),
         STRIDE=FLAG_STRIDE,
         HAS_RESIDUAL=residual is not None,
-        IS_ALIGNED=size % 16 == 0 and offset % 16 == 0,
         ROWS=rows_each,
         BLOCK=block,
         num_warps=min(16, max(1, rows_each * block // 512)),

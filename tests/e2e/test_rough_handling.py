@@ -1,0 +1,150 @@
+"""What the surroundings may do to an engine and its command: forks, killed owners, closed streams, no room."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from raytp import LLM, SamplingParams
+from raytp.errors import ChannelError, EngineError
+from raytp.placement import group_name
+from raytp.progress import ProgressBar
+from tests.e2e.checkpoints import TRIVIA
+from tests.e2e.conftest import EngineCache
+from workers.channel import Listener, connect
+
+_KEY = b"k" * 32
+_PROMPTLY_S = 15.0
+"""Far more than it takes; the machine may be busy."""
+_GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def _use_after_fork(llm: LLM) -> None:
+    for use in (lambda: llm.generate([5, 6], _GREEDY), lambda: list(llm.stream([5, 6], _GREEDY)), llm.stats):
+        with pytest.raises(EngineError, match=f"belongs to process {os.getppid()}"):
+            use()
+    llm.shutdown()
+
+
+def test_a_forked_process_is_refused_and_does_no_harm(engines: EngineCache) -> None:
+    """Ray's calls would hang in it; nor may its end, or the end of its copy of the engine, end the engine."""
+    llm = engines.get(TRIVIA)
+    before = llm.generate([5, 6], _GREEDY)[0].token_ids
+    child = multiprocessing.get_context("fork").Process(target=_use_after_fork, args=(llm,))
+    child.start()
+    child.join(_PROMPTLY_S)
+    has_ended = child.exitcode is not None
+    child.kill()
+    child.join()
+    assert has_ended
+    assert child.exitcode == 0
+    assert llm.generate([5, 6], _GREEDY)[0].token_ids == before
+
+
+class _Owner:
+    def start(self) -> str:
+        self.llm = LLM(TRIVIA)
+        (name,) = (group["name"] for group in placement_group_table().values() if group["state"] == "CREATED")
+        return str(name)
+
+
+def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: EngineCache) -> None:
+    """Its driver dies with it, but Ray would keep the placement group for the whole job."""
+    engine_cache.clear()
+    owner = ray.remote(num_cpus=0)(_Owner).remote()
+    left = ray.get(owner.start.remote(), timeout=60)
+    ray.kill(owner)
+    others = placement_group([{"CPU": 1}], name=f"{group_name('a')}-like")
+    assert others.wait(_PROMPTLY_S)
+    deadline = time.monotonic() + _PROMPTLY_S
+    with LLM(TRIVIA, 2) as beside:  # one that lives is not touched
+        while _state_of(left) != "REMOVED" and time.monotonic() < deadline:
+            with LLM(TRIVIA):
+                pass
+        assert beside.generate([5, 6], _GREEDY)[0].error is None
+    assert _state_of(left) == "REMOVED"
+    assert _state_of(f"{group_name('a')}-like") == "CREATED"
+    remove_placement_group(others)
+
+
+def _state_of(name: str) -> str:
+    return next(group["state"] for group in placement_group_table().values() if group["name"] == name)
+
+
+def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has 107 bytes."""
+    folder = tmp_path / ("d" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    listener = Listener(_KEY, 0, None)
+    connection = connect(listener.local_address, _KEY, 0, 0, _PROMPTLY_S)
+    (accepted,) = listener.accept_ranks(1, _PROMPTLY_S)
+    accepted.send_bytes(b"hello")
+    assert connection.recv_bytes() == b"hello"
+    accepted.close()
+    connection.close()
+    assert not Path(listener.local_address.path or "").parent.exists()
+
+
+def test_a_temporary_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(ChannelError, match="set TMPDIR"):
+        Listener(_KEY, 0, None)
+
+
+def test_progress_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with ProgressBar("waiting", None) as bar:
+        bar.update("working", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "status", "message"),
+    [
+        ("generate", "<&-", 1, "the prompt is empty: standard input"),
+        ("info", ">&-", 0, ""),
+        ("info --memory -1", "2>&-", 1, ""),
+    ],
+)
+def test_the_command_with_a_stream_closed(arguments: str, closed: str, status: int, message: str) -> None:
+    line = f"{sys.executable} -m raytp.cli {arguments} {closed}"
+    if arguments.startswith("info"):
+        line = line.replace("info", f"info {TRIVIA}")
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (status, False), ended.stderr
+    assert message in ended.stderr
+
+
+_HOOKS = """
+import os, sys, threading
+from pathlib import Path
+from raytp.llm import LLM
+from raytp.tokenizer import TokenizerLoading
+
+late = []
+register = os.register_at_fork
+
+def recording(**hooks):
+    if "before" in hooks and threading.current_thread() is not threading.main_thread():
+        late.append(hooks)
+    register(**hooks)
+
+os.register_at_fork = recording
+assert TokenizerLoading(Path(sys.argv[1])).result() is not None
+print(late)
+"""
+
+
+def test_loading_a_tokenizer_while_ray_starts_adds_no_half_of_a_fork_hook() -> None:
+    """Ray forks meanwhile. A hook that is added in the middle of a fork releases a lock that it has not taken."""
+    ended = subprocess.run([sys.executable, "-c", _HOOKS, str(TRIVIA)], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[]\n", ended.stderr
