@@ -105,13 +105,15 @@ def batch(
     validate(sampling)
     files = find_files(os.fspath(input))
     input_format = find_format(files, input_format)
-    path = _local(output)
+    path, errors_path = _local(output), None if errors is None else _local(errors)
+    if path == errors_path:
+        raise ConfigError(f"{path} cannot be both the output and the file of errors: name two")
     job = _Job(
         files=files,
         input_format=input_format,
         output=path,
         output_format=_find_output_format(path, output_format, input_format),
-        errors=None if errors is None else _local(errors),
+        errors=errors_path,
         sampling=sampling,
         use_chat=chat,
         is_ordered=ordered,

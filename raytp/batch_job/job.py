@@ -95,7 +95,7 @@ class BatchJob:
                 self._tick()
                 continue
             if not is_new:
-                row = BadRow(place=row.place, id=row.id, code="duplicate_id", message=f"id {row.id!r} came before")
+                row = _duplicate(row)
             while self._is_ordered and row.place.ordinal - self._next() >= self._order_window and not self._is_ending():
                 yield None
             if self._is_ending():
@@ -181,3 +181,8 @@ class BatchJob:
             yield
         finally:
             signal.signal(signal.SIGINT, earlier)
+
+
+def _duplicate(row: Row | BadRow) -> BadRow:
+    message = f"id {row.id!r} is that of an earlier row"
+    return BadRow(place=row.place, id=row.id, code="duplicate_id", message=message, columns=row.columns)

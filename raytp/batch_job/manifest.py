@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,9 @@ class Manifest:
         """Enter a commit; its part files must be in place."""
         self._append(asdict(commit))
 
-    def finish(self) -> None:
-        """Enter that the run is complete."""
-        self._append({"is_finished": True})
+    def finish(self, files: Sequence[Path]) -> None:
+        """Enter that the run is complete; `files`: those that all parts have been joined to."""
+        self._append({"is_finished": True, "files": [str(file.absolute()) for file in files]})
 
     def commits(self) -> Iterator[Commit]:
         """Every commit so far."""
@@ -119,6 +119,14 @@ class Manifest:
     def is_finished(self) -> bool:
         """Whether the run is complete."""
         return any("is_finished" in entry for entry in self._lines())
+
+    def files(self) -> list[Path]:
+        """Those that all parts have been joined to."""
+        return [Path(file) for entry in self._lines() for file in entry.get("files", ())]
+
+    def remove(self) -> None:
+        """Forget the run."""
+        self._path.unlink()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with open(self._path, "ab") as opened:

@@ -104,7 +104,8 @@ class OpenAIFormat:
         if completion.logprobs is None:
             return None
         content = [
-            self._token(token_id, _as_number(each.chosen)) | {"top_logprobs": [self._token(*top) for top in _likeliest(each)]}
+            self._token(token_id, _as_number(each.chosen))
+            | {"top_logprobs": [self._token(*top) for top in _likeliest(each)]}
             for token_id, each in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -143,7 +143,7 @@ class Output:
             if self._format == "parquet":
                 schema = self._schema if self._schema is not None else infer_schema([], result_schema(None))
             join_parts(self._parts("output"), self._target, schema)
-        self._manifest.finish()
+        self._manifest.finish([file for file in (self._target, self._errors) if file is not None])
         self._remove_joined()
 
     def close(self) -> None:
@@ -241,9 +241,6 @@ class Output:
 
     def _discard(self) -> None:
         """Remove what the earlier run has made."""
-        for path in list(self._own_parts()):
-            path.unlink()
-        for file in (self._target, self._errors):
-            if file is not None:
-                file.unlink(missing_ok=True)
-        (self._folder / _WORK / "manifest.jsonl").unlink()
+        for path in [*self._own_parts(), *self._manifest.files()]:
+            path.unlink(missing_ok=True)
+        self._manifest.remove()

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from raytp.batch_job.json_text import dump_line
-
-OTHER_COLUMNS = "other_columns"
-"""The Parquet column that holds, as JSON, what does not fit the schema of the first part."""
+from raytp.batch_job.plain_format import OTHER_COLUMNS
 
 
 class PartWriter(Protocol):
@@ -75,42 +73,49 @@ def as_table(records: Sequence[Mapping[str, Any]], schema: Any) -> Any:
     """A pyarrow table of the records; what the schema has no place for goes to `OTHER_COLUMNS`, if it has that."""
     import pyarrow as pa
 
+    is_exact = OTHER_COLUMNS in schema.names
     others: list[dict[str, Any]] = [
-        {name: value for name, value in record.items() if name not in schema.names} for record in records
+        {name: value for name, value in record.items() if name not in schema.names and value is not None}
+        for record in records
     ]
     columns = []
     for field in schema:
         if field.name == OTHER_COLUMNS:
+            texts = [dump_line(each).decode().rstrip("\n") if each else None for each in others]
+            columns.append(pa.array(texts, pa.string()))
             continue
         values = [record.get(field.name) for record in records]
-        try:
-            columns.append(pa.array(values, type=field.type))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            columns.append(pa.array(_fitting(field, values, others), type=field.type))
-    if OTHER_COLUMNS in schema.names:
-        columns.append(
-            pa.array([dump_line(each).decode().rstrip("\n") if each else None for each in others], pa.string())
-        )
+        column = _as_array(values, field.type, is_exact)
+        columns.append(_fitting(field, values, others, is_exact) if column is None else column)
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _fitting(field: Any, values: Sequence[Any], others: Sequence[dict[str, Any]]) -> list[Any]:
-    """The values that fit the field's type; the others, as None, are put into their row's other columns."""
+def _as_array(values: Sequence[Any], kind: Any, is_exact: bool) -> Any | None:
+    """A pyarrow array of the values, or None if they do not fit; `is_exact`: nor if they would be rounded or cut."""
+    import pyarrow as pa
+
+    try:
+        array = pa.array(values, type=kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return None
+    return None if is_exact and array.to_pylist() != list(values) else array
+
+
+def _fitting(field: Any, values: Sequence[Any], others: Sequence[dict[str, Any]], is_exact: bool) -> Any:
+    """An array of the values that fit the field's type; the others become null, and their row's other columns."""
     import pyarrow as pa
 
     kept = []
     for value, other in zip(values, others, strict=True):
-        try:
-            pa.array([value], type=field.type)
-            kept.append(value)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        fits = _as_array([value], field.type, is_exact) is not None
+        kept.append(value if fits else None)
+        if not fits:
             other[field.name] = value
-            kept.append(None)
-    return kept
+    return pa.array(kept, type=field.type)
 
 
 def infer_schema(records: Sequence[Mapping[str, Any]], known: Any) -> Any:
-    """The schema `known`, with the other columns of `records` as far as pyarrow finds a type for them."""
+    """The schema `known`, behind the other columns of `records` as far as pyarrow finds a type for them."""
     import pyarrow as pa
 
     fields = []
@@ -121,10 +126,19 @@ def infer_schema(records: Sequence[Mapping[str, Any]], known: Any) -> Any:
             kind = pa.array([record.get(name) for record in records]).type
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             continue
-        # Parquet has no struct without fields, and a column of nothing tells nothing of what comes.
-        if not (pa.types.is_null(kind) or pa.types.is_nested(kind)):
+        if _is_storable(kind):
             fields.append(pa.field(name, kind))
     return pa.schema([*fields, *known, pa.field(OTHER_COLUMNS, pa.string())])
+
+
+def _is_storable(kind: Any) -> bool:
+    """Parquet has no struct without fields, and a column of nothing tells nothing of what comes."""
+    import pyarrow as pa
+
+    if pa.types.is_null(kind):
+        return False
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return bool(inner or not pa.types.is_struct(kind)) and all(map(_is_storable, inner))
 
 
 def join_parts(parts: Iterable[Path], target: Path, schema: Any | None) -> None:

@@ -43,6 +43,8 @@ RESULT_COLUMNS = (
     "error_source",
     "error_line",
 )
+OTHER_COLUMNS = "other_columns"
+"""The Parquet column that holds, as JSON, what does not fit the schema of the first part."""
 
 
 class PlainFormat:
@@ -171,7 +173,7 @@ def _number(value: Any) -> Any:
 
 def kept_name(name: str) -> str:
     """What an input's column is called in the output: `input_text` for `text`, say, which is ours."""
-    return f"input_{name}" if name in RESULT_COLUMNS else name
+    return f"input_{name}" if name in (*RESULT_COLUMNS, OTHER_COLUMNS) else name
 
 
 def _kept(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class JobProgress:
 
     def summary(self, status: str, total: Counts, output: str, errors: str | None) -> BatchSummary:
         """What was done until now; `total` is of all runs."""
-        seconds = time.monotonic() - self._start_s
+        seconds = max(1e-9, time.monotonic() - self._start_s)
         return BatchSummary(
             status=status,
             num_rows=total.num_rows,

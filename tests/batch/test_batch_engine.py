@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import jsonschema
+import pyarrow.parquet as pq
 import pytest
 
 import raytp
 from raytp import LLM, SamplingParams
+from raytp.errors import BatchError
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3-trivia"
 PAIRS = [(pair["question"], pair["answer"]) for pair in json.loads((MODEL / "questions.json").read_text())]
@@ -183,6 +185,25 @@ def test_from_python_with_logprobs_and_several_choices(ray_session, tmp_path):
     for each in tokens:
         assert each["top_logprobs"][0]["token"] == each["token"]  # greedy
         assert math.isclose(each["top_logprobs"][0]["logprob"], each["logprob"], abs_tol=1e-5)
+
+
+def test_lines_of_text_become_parquet_in_order(ray_session, tmp_path):
+    source = tmp_path / "questions.txt"
+    source.write_text("\n".join(question for question, _ in PAIRS[:20]) + "\n" + "too long " * 600)
+    greedy = SamplingParams(temperature=0)
+    options = {"model": MODEL, "sampling_params": greedy, "ordered": True, "show_progress": False}
+    summary = raytp.batch(source, tmp_path / "out", output_format="parquet", **options)
+    assert (summary.num_succeeded, summary.error_codes) == (20, {"invalid_request": 1})
+    *answered, failed = pq.read_table(tmp_path / "out").to_pylist()
+    assert [(row["prompt"], row["text"]) for row in answered] == PAIRS[:20]
+    assert "512" in failed["error_message"]
+    with pytest.raises(BatchError, match=r"sampling\.temperature was 0 and is 0\.5"):
+        raytp.batch(
+            source,
+            tmp_path / "out",
+            output_format="parquet",
+            **options | {"sampling_params": SamplingParams(temperature=0.5)},
+        )
 
 
 def test_complete_takes_jobs_as_there_is_room_and_gives_outputs_as_they_finish(llm):

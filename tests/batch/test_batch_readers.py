@@ -8,7 +8,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytp.batch_job.openai_request import parse_request
@@ -66,6 +66,7 @@ def test_a_line_over_the_limit_does_not_end_the_file(tmp_path, monkeypatch):
     assert [getattr(row, "code", None) for row in rows] == ["line_too_long", None, "line_too_long"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])), max_size=8), st.booleans()
 )
@@ -251,6 +252,7 @@ json_values = st.recursive(
 names = st.sampled_from(["custom_id", "method", "url", "body", "prompt", "messages", "id", "stop", "n", "temperature"])
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, json_values), st.dictionaries(names | st.text(max_size=3), json_values), st.booleans())
 def test_no_record_raises(record, body, is_complete):
     if is_complete:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -60,8 +61,8 @@ class _Owner:
 def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: EngineCache) -> None:
     """Its driver dies with it, but Ray would keep the placement group for the whole job."""
     engine_cache.clear()
-    owner = ray.remote(num_cpus=0)(_Owner).remote()
-    left = ray.get(owner.start.remote(), timeout=60)
+    owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()
+    left = str(ray.get(owner.start.remote(), timeout=60))
     ray.kill(owner)
     others = placement_group([{"CPU": 1}], name=f"{group_name('a')}-like")
     assert others.wait(_PROMPTLY_S)
@@ -77,7 +78,7 @@ def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: Engine
 
 
 def _state_of(name: str) -> str:
-    return next(group["state"] for group in placement_group_table().values() if group["name"] == name)
+    return next(str(group["state"]) for group in placement_group_table().values() if group["name"] == name)
 
 
 def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
