@@ -1,7 +1,7 @@
 """Gathers what comes back for one prompt, and turns it into text.
 
 Detokenizes, looks for stop strings, and says which completions need to be ended because of one. Made by `raytp.llm`,
-fed by `raytp.request_batch`; knows nothing of Ray.
+fed by `raytp.request_stream`; knows nothing of Ray.
 """
 
 from __future__ import annotations

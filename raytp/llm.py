@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from raytp.collector import RequestCollector, refused
+from raytp.collector import RequestCollector
 from raytp.config import make_engine_config
 from raytp.driver_client import DriverClient
 from raytp.errors import RequestError
@@ -29,8 +30,7 @@ from raytp.prompts import (
     encode_prompt,
 )
 from raytp.ray_runtime import ensure_ray
-from raytp.request_batch import RequestBatch
-from raytp.request_stream import Key, RequestStream
+from raytp.request_stream import Job, Key, RequestStream
 from raytp.tokenizer import TokenizerLoading
 from raytp.worker_settings import make_worker_config
 from scheduler.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams, fit_to_model, resolve, validate
@@ -139,9 +139,13 @@ class LLM:
                 ids = encode_prompt(request, self.tokenizer, self.model_config.vocab_size)
             return RequestCollector(text, ids, self._resolve(params), self.tokenizer, is_stream=False)
 
-        window = max(_MIN_WINDOW, 4 * self.info.max_num_seqs)
-        prepared = (None if job is None else (job[0], partial(collector, *job[1:])) for job in jobs)
-        return RequestStream(self._driver, cache_salt, window).outputs(prepared)
+        prepared = (
+            None
+            if job is None
+            else Job(job[0], job[1] if isinstance(job[1], str) else None, partial(collector, *job[1:]))
+            for job in jobs
+        )
+        return self._new_stream(cache_salt).outputs(prepared)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -226,19 +230,22 @@ class LLM:
             return RequestCollector(texts[index], ids, sampling, self.tokenizer, is_stream=False)
 
         num_requests = len(texts)
-        window = max(_MIN_WINDOW, 4 * self.info.max_num_seqs)
-        batch = RequestBatch(self._driver, num_requests, cache_salt, window)
-        try:
-            with ProgressBar("generating", self._show_progress) as bar:
-                while not batch.is_done:
-                    while batch.has_room:
-                        _submit_some(batch, prepare, texts)
-                    batch.collect()
-                    bar.update(f"generating {batch.num_done}/{num_requests}", batch.num_done / num_requests)
-                    batch.pause()
-        finally:
-            batch.close()
-        return batch.outputs()
+        outputs: list[RequestOutput | None] = [None] * num_requests
+        num_done = 0
+        jobs = (Job(index, texts[index], partial(prepare, index)) for index in range(num_requests))
+        with (
+            ProgressBar("generating", self._show_progress) as bar,
+            closing(self._new_stream(cache_salt).outputs(jobs)) as finished,
+        ):
+            for item in finished:
+                if item is not None:
+                    outputs[item[0]] = item[1]
+                    num_done += 1
+                bar.update(f"generating {num_done}/{num_requests}", num_done / num_requests)
+        return [output for output in outputs if output is not None]
+
+    def _new_stream(self, cache_salt: str) -> RequestStream:
+        return RequestStream(self._driver, cache_salt, window=max(_MIN_WINDOW, 4 * self.info.max_num_seqs))
 
     def _stream(
         self, text: str | None, ids: IntArray, sampling: ResolvedSampling, cache_salt: str
@@ -247,23 +254,4 @@ class LLM:
         if sampling.n != 1:
             raise RequestError(f"n={sampling.n}: a stream has one completion; use generate() for more")
         collector = RequestCollector(text, ids, sampling, self.tokenizer, is_stream=True)
-        return _stream_chunks(RequestBatch(self._driver, 1, cache_salt, window=1), collector)
-
-
-def _submit_some(batch: RequestBatch, prepare: Callable[[int], RequestCollector], texts: Sequence[str | None]) -> None:
-    requests = []
-    for index in batch.next_indices():
-        try:
-            requests.append(batch.open(index, prepare(index)))
-        except RequestError as error:
-            batch.refuse(index, refused(texts[index], str(error)))
-    batch.submit(requests)
-
-
-def _stream_chunks(batch: RequestBatch, collector: RequestCollector) -> Generator[OutputChunk, None, None]:
-    try:
-        batch.submit([batch.open(index, collector) for index in batch.next_indices()])
-        while not batch.is_done:
-            yield from batch.collect()
-    finally:
-        batch.close()
+        return self._new_stream(cache_salt).chunks(collector)
