@@ -107,7 +107,8 @@ class TokenizerLoading:
         # middle of a fork that had not taken it.
         import concurrent.futures.thread  # noqa: F401
 
-        self._thread = threading.Thread(target=self._load, name="raytp-tokenizer", daemon=True)
+        # No daemon: a process that is interrupted now must not end in the middle of the thread's imports.
+        self._thread = threading.Thread(target=self._load, name="raytp-tokenizer")
         self._thread.start()
 
     def result(self) -> Tokenizer | None:
