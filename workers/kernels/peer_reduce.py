@@ -20,38 +20,43 @@ FLAG_STRIDE = 32
 
 
 @triton.jit
-def _meet_peers(flags_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _meet_peers(flags, RANK: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the same program of every rank is here. A rank's flags are [program][rank], its own one its count."""
-    program = tl.program_id(0) * NUM_RANKS
-    own_ptr = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * STRIDE
+    NUM_RANKS: tl.constexpr = len(flags)
+    program = tl.program_id(0) * NUM_RANKS * STRIDE
+    own_ptr = flags[RANK] + program
     count = tl.load(own_ptr + RANK * STRIDE) + 1
     for rank in tl.static_range(NUM_RANKS):
         if rank != RANK:
-            peer_ptr = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + (program + RANK) * STRIDE
-            tl.atomic_xchg(peer_ptr, count, sem="release", scope="sys")
+            tl.atomic_xchg(flags[rank] + program + RANK * STRIDE, count, sem="release", scope="sys")
     for rank in tl.static_range(NUM_RANKS):
         if rank != RANK:
-            # A plain read in the loop, since an atomic one would keep the peer from writing.
-            while tl.load(own_ptr + rank * STRIDE, volatile=True) < count:
-                pass
-            tl.atomic_add(own_ptr + rank * STRIDE, 0, sem="acquire", scope="sys")
+            arrived = count - 1
+            while arrived < count:
+                # By every thread, since each then reads the peer's rows; an atomic would keep the peer from writing.
+                arrived = tl.inline_asm_elementwise(
+                    "ld.acquire.sys.global.s32 $0, [$1];",
+                    "=r,l",
+                    [own_ptr + rank * STRIDE],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+    tl.debug_barrier()  # all threads have read the old count
     tl.store(own_ptr + RANK * STRIDE, count)
-    tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["offset", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    flags_ptr,
+    parts,
+    flags,
     residual_ptr,
     weight_ptr,
     out_ptr,
-    offset,
     num_rows,
     size,
     eps,
     RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
     STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -64,13 +69,11 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     if HAS_RESIDUAL:  # asked for before the wait, so that it is there after it
         residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
-    _meet_peers(flags_ptr, RANK, NUM_RANKS, STRIDE)
+    _meet_peers(flags, RANK, STRIDE)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for rank in tl.static_range(NUM_RANKS):
-        part_ptr = tl.load(rows_ptr + rank).to(tl.pointer_type(out_ptr.dtype.element_ty))
-        part_ptr += offset
+    for rank in tl.static_range(len(parts)):
         # Past the L1 cache, which knows nothing of what other GPUs write.
-        total += tl.load(part_ptr + elements, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.load(parts[rank] + elements, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     x = total.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         x = x + residual
@@ -81,10 +84,9 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def reduce_add_norm(
-    row_pointers: Tensor,
-    flag_pointers: Tensor,
+    parts: tuple[Tensor, ...],
+    flags: tuple[Tensor, ...],
     rank: int,
-    offset: int,
     num_rows: int,
     residual: Tensor | None,
     weight: Tensor,
@@ -92,9 +94,8 @@ def reduce_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Of the sum over ranks of their rows, plus the residual: (the norm, the sum), each (num_rows, size).
 
-    row_pointers and flag_pointers (R,) int64: the addresses of each rank's rows and flags in this process. The rows lie
-    `offset` elements in; the flags are MAX_PROGRAMS * R * FLAG_STRIDE int32, zero at first. The sum takes the
-    residual's place.
+    parts: each rank's rows (num_rows or more, size), in memory that all ranks reach, like flags: of each rank
+    MAX_PROGRAMS * R * FLAG_STRIDE int32, zero at first. The sum takes the residual's place.
     """
     size = len(weight)
     out = torch.empty((num_rows, size), dtype=weight.dtype, device=weight.device)
@@ -102,17 +103,15 @@ def reduce_add_norm(
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows, MAX_PROGRAMS))
     total = residual if residual is not None else torch.empty_like(out)
     _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
-        row_pointers,
-        flag_pointers,
+        parts,
+        flags,
         total,
         weight,
         out,
-        offset,
         num_rows,
         size,
         eps,
         RANK=rank,
-        NUM_RANKS=len(row_pointers),
         STRIDE=FLAG_STRIDE,
         HAS_RESIDUAL=residual is not None,
         ROWS=rows_each,

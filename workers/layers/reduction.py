@@ -24,7 +24,7 @@ class Reduction:
     def __init__(self, tp: TensorParallel, ops: LayerOps) -> None:
         self.tp = tp
         self._ops = ops
-        self._rows: list[Tensor] | None = None
+        self._own: Tensor | None = None
 
     def use_peer_memory(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
         """From now on sum up to `max_rows` rows through shared memory, if the ranks can; all ranks must call it."""
@@ -35,32 +35,27 @@ class Reduction:
 
         flags = self.tp.share_memory((MAX_PROGRAMS, self.tp.world_size, FLAG_STRIDE), torch.int32)
         assert flags is not None
-        self._rows = rows
-        self._row_pointers = torch.tensor([each.data_ptr() for each in rows], device=rows[0].device)
-        self._flag_pointers = torch.tensor([each.data_ptr() for each in flags], device=rows[0].device)
+        self._own = rows[self.tp.rank]
+        self._parts = [tuple(each[place] for each in rows) for place in range(_NUM_PLACES)]
+        self._flags = tuple(flags)
 
     def place_for(self, which: int, num_rows: int) -> Tensor | None:
         """Where a layer should put its partial sums, (num_rows, size); None if it does not matter."""
-        if self._rows is None or num_rows > self._rows[0].shape[1]:
+        if self._own is None or num_rows > self._own.shape[1]:
             return None
-        return self._rows[self.tp.rank][which, :num_rows]
+        return self._own[which, :num_rows]
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Of the partial sums x (T, size) of all ranks, plus the residual: (the norm, the sum).
 
         The residual may be overwritten.
         """
-        if self._rows is not None and self._is_shared(x):
+        if self._own is not None and x.untyped_storage().data_ptr() == self._own.untyped_storage().data_ptr():
             from workers.kernels.peer_reduce import reduce_add_norm
 
-            offset = int(x.storage_offset())
-            pointers = (self._row_pointers, self._flag_pointers)
-            return reduce_add_norm(*pointers, self.tp.rank, offset, x.shape[0], residual, weight, eps)
+            parts = self._parts[int(x.storage_offset()) // self._own[0].numel()]
+            return reduce_add_norm(parts, self._flags, self.tp.rank, x.shape[0], residual, weight, eps)
         x = self.tp.all_reduce(x)
         if residual is None:
             return self._ops.rms_norm(x, weight, eps), x
         return self._ops.add_rms_norm(x, residual, weight, eps)
-
-    def _is_shared(self, x: Tensor) -> bool:
-        assert self._rows is not None
-        return x.untyped_storage().data_ptr() == self._rows[self.tp.rank].untyped_storage().data_ptr()
