@@ -69,6 +69,8 @@ class LoadReport:
     num_kv_blocks: int
     """Blocks that would fit on this rank."""
     weight_bytes: int
+    peak_host_bytes: int
+    """How much more of the host's memory the rank held at most while it loaded its weights than before."""
     load_s: float
 
 

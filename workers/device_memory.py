@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from scheduler.step import SlotSampling
 from workers.errors import KVCacheMemoryError
 
 if TYPE_CHECKING:
@@ -28,6 +30,27 @@ def measure_step_bytes(device: torch.device, run_largest_step: Callable[[], None
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return int(peak - resident)
+
+
+def every_filter(slot: int) -> SlotSampling:
+    """Settings that ask the sampler for all that it can do, and so for the most memory."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return SlotSampling(
+        slot=slot,
+        num_prompt_tokens=1,
+        temperature=1.0,
+        top_k=0,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        seed=0,
+        min_tokens=0,
+        logprobs=0,
+        stop_token_ids=nothing,
+        history=nothing,
+    )
 
 
 def measure_graph_bytes(device: torch.device, graphs: DecodeGraphs) -> int:

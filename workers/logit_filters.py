@@ -62,6 +62,9 @@ class SeenTokens:
             self._grow()
         row = self._free_rows.pop()
         for tokens, target in ((prompt, self.in_prompt), (output, self.output_counts)):
+            if tokens.size == 0:
+                target[row] = 0
+                continue
             counts = np.bincount(tokens[tokens < self.num_ids], minlength=self.num_ids)
             target[row] = torch.from_numpy(counts).to(target.device, target.dtype)
         return row

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from scheduler.step import IntArray, Step, StepResult
 from workers.batch import SlotState, to_device
 from workers.config import LoadReport, WorkerConfig
-from workers.device_memory import measure_graph_bytes, measure_step_bytes, num_fitting_blocks
+from workers.device_memory import every_filter, measure_graph_bytes, measure_step_bytes, num_fitting_blocks
 from workers.errors import KVCacheMemoryError
+from workers.host_memory import peak_resident_bytes, resident_bytes
 from workers.kernels.attention import select_backend
 from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
@@ -87,24 +89,25 @@ class ModelRunner:
         config, model = self._config, self._model_config
         self._model = CausalLM(model, self._shard, self._tp, self._backend, self._dtype, self._device)
         self._model.reduction.use_peer_memory(config.max_num_seqs, model.hidden_size, self._dtype)
+        host_bytes = resident_bytes()
         if config.load_format == "dummy":
             randomize_weights(self._model, seed=0)
         else:
             load_weights(self._model, Path(config.model_path), on_progress)
-        sampler = Sampler(
-            max_num_seqs=config.max_num_seqs,
-            num_valid_tokens=min(config.num_valid_tokens or model.vocab_size, model.vocab_size),
-            device=self._device,
-        )
-        self._sampler = ParallelSampler(sampler, self._model, self._shard.vocab, self._tp)
-        num_kv_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else self._num_fitting_blocks()
+        peak_host_bytes = max(0, peak_resident_bytes() - host_bytes)
+        self._sampler = self._new_sampler()
         is_cuda = self._device.type == "cuda"
+        tiny = self._new_kv_cache(1)
+        if is_cuda:
+            self._warm_up(tiny)
+        num_kv_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else self._num_fitting_blocks(tiny)
         return LoadReport(
             rank=self._tp.rank,
             device_name=torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
             attention_backend=self._backend.name,
             num_kv_blocks=num_kv_blocks,
             weight_bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()),
+            peak_host_bytes=peak_host_bytes,
             load_s=time.monotonic() - start,
         )
 
@@ -156,6 +159,15 @@ class ModelRunner:
         temperature, keys = self._sampler.plain_inputs(slots, positions)
         return logits, self._sampler.draw(logits, to_device(temperature, self._device), to_device(keys, self._device))
 
+    def _new_sampler(self) -> ParallelSampler:
+        vocab_size = self._model_config.vocab_size
+        sampler = Sampler(
+            max_num_seqs=self._config.max_num_seqs,
+            num_valid_tokens=min(self._config.num_valid_tokens or vocab_size, vocab_size),
+            device=self._device,
+        )
+        return ParallelSampler(sampler, self._model, self._shard.vocab, self._tp)
+
     @property
     def _uses_graphs(self) -> bool:
         return self._device.type == "cuda" and self._backend.fits_graph and not self._config.enforce_eager
@@ -185,13 +197,12 @@ class ModelRunner:
 
         return DecodeGraphs(self._model, self._sampler, self._slots, kv_cache)
 
-    def _num_fitting_blocks(self) -> int:
+    def _num_fitting_blocks(self, tiny: KVCache) -> int:
+        """`tiny`: a pool of one block, to run steps on."""
         if self._device.type != "cuda":
             fitting = self._config.cpu_kv_cache_bytes // self._bytes_per_block()
             most = self._config.max_num_seqs * -(-self._config.max_model_len // self._config.block_size)
             return max(1, min(fitting, most))
-        tiny = self._new_kv_cache(1)
-        self._warm_up(tiny)
         step_bytes = measure_step_bytes(self._device, lambda: self._run_largest_step(tiny))
         graph_bytes = 0
         if self._uses_graphs:
@@ -205,14 +216,15 @@ class ModelRunner:
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
         hidden = self._run_empty_step([longest] * (self._config.max_num_batched_tokens // longest), kv_cache)
         logits = self._model.compute_logits(hidden[: self._config.max_num_seqs])
-        all_logits = self._model.gather_logits(logits)
-        if all_logits is not None:  # the sampler's filters hold a few copies in float32
-            copies = [all_logits.float() for _ in range(3)]
-            copies[0].sort(dim=-1)
+        rows = np.arange(len(logits), dtype=np.int32)
+        sampler = self._new_sampler()  # its own, since it keeps what it needs for the settings that it has seen
+        sampler.take_slots([every_filter(slot) for slot in rows.tolist()])
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        sampler.redraw(logits, token_ids, rows.astype(np.intp), rows, rows + 1)
 
     def _warm_up(self, kv_cache: KVCache) -> None:
         """Steps of every kind, so that no kernel needs to be compiled when requests come."""
-        for lengths in ([1], [1, 1], [2, 1, 1], [self._config.max_model_len - 1]):
+        for lengths in ([1], [1, 1], [2, 1, 1], [max(1, self._config.max_model_len - 1)]):
             if sum(lengths) <= self._config.max_num_batched_tokens:
                 hidden = self._run_empty_step(lengths, kv_cache)
                 self._model.compute_logits(hidden[:1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import raytp.bench
 from raytp import LLM, RequestOutput, SamplingParams
 from tests.e2e.checkpoints import TRIVIA, questions, save_random
 
@@ -77,3 +78,52 @@ def test_ranks_with_unequal_free_memory_agree_on_the_pool() -> None:
     torch.cuda.empty_cache()
     with LLM(TRIVIA, tensor_parallel_size=2, memory_fraction=MEMORY_FRACTION) as llm:
         assert llm.info.num_kv_blocks > limited
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_a_full_step_that_asks_for_every_filter_fits_beside_the_pool() -> None:
+    """With a real vocabulary, and next to no memory left over that nobody has counted."""
+    shape = Path(raytp.bench.__file__).parent / "shapes" / "qwen3-0.6b"
+    everything = SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logprobs=20,
+        max_tokens=4,
+        ignore_eos=True,
+    )
+    with LLM(shape, load_format="dummy", memory_fraction=0.99, max_num_seqs=256, max_model_len=4096) as llm:
+        outputs = llm.generate([[7 * i + 1, 3, 5] for i in range(256)], everything)
+    assert {len(output.token_ids) for output in outputs} == {4}
+
+
+@pytest.mark.gpu2
+@ON_TWO_GPUS
+def test_a_rank_that_loads_holds_no_more_of_its_host_than_its_shard(tmp_path: Path) -> None:
+    """A checkpoint that is larger than a shard and the allowed 1 GB together."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    checkpoint_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    del model
+    torch.cuda.empty_cache()
+    with LLM(tmp_path, tensor_parallel_size=2, dtype="bfloat16", memory_fraction=MEMORY_FRACTION) as llm:
+        info = llm.info
+    print(f"shard {info.weight_bytes / 2**30:.2f} GiB, of the host at most {info.peak_host_bytes / 2**30:.2f} GiB")
+    assert info.peak_host_bytes < info.weight_bytes + 2**30 < checkpoint_bytes

@@ -30,25 +30,27 @@ class FlashAttention3:
     fits_graph = True
 
     def __init__(self) -> None:
-        from flash_attn_interface import flash_attn_with_kvcache
+        import flash_attn_interface  # noqa: F401, registers the operator
 
-        self._attend = flash_attn_with_kvcache
+        # Not the package's Python function: that one imports torch's compiler at its first call, which takes 5 s.
+        self._attend = torch.ops.flash_attn_3.fwd
         self._decode = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         if len(q) < _MOSTLY_DECODING * len(metadata.seq_lens):
             return self._decode.forward(q, k_cache, v_cache, metadata, scale)
-        return self._attend(
+        out: Tensor = self._attend(
             q,
             k_cache,
             v_cache,
-            cache_seqlens=metadata.seq_lens,
-            page_table=metadata.block_tables,
             cu_seqlens_q=metadata.cu_seqlens_q,
+            seqused_k=metadata.seq_lens,
             max_seqlen_q=metadata.max_seqlen_q,
+            page_table=metadata.block_tables.contiguous(),
             softmax_scale=scale,
-            causal=True,
-        )
+            is_causal=True,
+        )[0]
+        return out
 
 
 class FlashAttention2:
