@@ -63,6 +63,10 @@ class BlockManager:
         self.hash_to_block_id: dict[int, int] = {}
         self._next_content_id = 1
 
+    def emptied(self, num_blocks: int) -> BlockManager:
+        """One for a fresh pool of this size, otherwise alike."""
+        return BlockManager(num_blocks, self.block_size, self.enable_prefix_caching, self._hash)
+
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence refers to, with or without cached content."""

@@ -6,8 +6,7 @@ computed in chunks. When the pool is full the youngest running sequence is preem
 tokens, and is computed again from the head of the queue.
 
 One step ahead: `schedule` may be called again before `postprocess` has seen the previous step's tokens. They are then
-pending: they count, but their ids stay on the ranks. A sequence that turns out to have stopped has its extra token
-dropped.
+pending: they count, but their ids stay on the ranks. A sequence that has stopped has its extra token dropped.
 
 Called by `raytp.engine`. Knows nothing of torch, Ray, sockets or text.
 """
@@ -15,17 +14,18 @@ Called by `raytp.engine`. Knows nothing of torch, Ray, sockets or text.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
+from scheduler.admission import check_admission
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
-from scheduler.errors import RequestError
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step import Step, StepResult
 from scheduler.step_builder import StepBuilder
-from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs
+from scheduler.suspects import Suspects
+from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs, split_logprobs
 
-_FINISHED = SequenceStatus.FINISHED
-"""Looking an enum's member up costs more than the comparison, and there is one for every token."""
+_FINISHED = SequenceStatus.FINISHED  # to look it up costs more than to compare, and there is one for every token
 
 
 class Scheduler:
@@ -42,39 +42,19 @@ class Scheduler:
         """By seq_id, oldest first."""
         self._sequences: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(config.max_num_seqs)))
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()
+        self._in_flight: deque[StepBuilder] = deque()
+        self._next_step_id = 0
+        """Counted from 0 again for new ranks."""
+        self._suspects = Suspects()
         self._updates: list[SequenceUpdate] = []
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_cached_tokens = 0
         self._num_preemptions = 0
 
-    def check_admission(self, seq: Sequence) -> None:
-        """Raises RequestError if the sequence can never be served, whatever else runs."""
-        config, num_tokens = self.config, seq.num_prompt_tokens
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty: it must have at least one token")
-        if num_tokens >= config.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but max_model_len={config.max_model_len} leaves room for "
-                f"{config.max_model_len - 1} and one generated: shorten it or raise max_model_len"
-            )
-        if num_tokens >= config.num_kv_tokens:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but the KV cache holds {config.num_kv_tokens} "
-                f"({config.num_kv_blocks} blocks of {config.block_size}), one of them generated: shorten it or give "
-                f"the KV cache more memory"
-            )
-        lowest, highest = int(seq.token_ids.min()), int(seq.token_ids.max())
-        if lowest < 0 or highest >= config.vocab_size:
-            culprit = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"token id {culprit} is outside the vocabulary: ids go from 0 to {config.vocab_size - 1}"
-            )
-
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises RequestError (see `check_admission`)."""
-        self.check_admission(seq)
+        check_admission(seq, self.config)
         seq.max_length = min(seq.max_length, self.config.max_model_len)
         self._sequences[seq.seq_id] = seq
         self.waiting.append(seq)
@@ -108,21 +88,49 @@ class Scheduler:
             self._schedule_waiting(builder)
         if builder.num_rows == 0:
             return None
-        self._in_flight.append((self._num_steps, builder.sampled))
+        self._in_flight.append(builder)
         self._num_steps += 1
         self._num_computed_tokens += builder.num_tokens
-        return builder.build(self._num_steps - 1)
+        self._next_step_id += 1
+        return builder.build(self._next_step_id - 1)
 
     def postprocess(self, result: StepResult) -> None:
         """Take in the tokens that the oldest sent step sampled."""
-        step_id, sampled = self._in_flight.popleft()
-        assert step_id == result.step_id
+        assert result.step_id == self._next_step_id - len(self._in_flight)
+        sampled = self._in_flight.popleft().sampled
         assert len(sampled) == len(result.token_ids)
-        logprobs = _split_logprobs(result, sampled)
+        logprobs = split_logprobs(result, sampled)
         for row, (seq, token_id) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             seq.num_pending_tokens -= 1
             if seq.status is not _FINISHED:
                 self._append_token(seq, token_id, logprobs.get(row))
+        acquitted = self._suspects.acquit()
+        if acquitted is not None and acquitted.status is SequenceStatus.RUNNING:
+            self._preempt(acquitted)  # the next one to be tried runs alone, too
+
+    def lose_ranks(self, report: str) -> None:
+        """The ranks have died: every sequence is computed again, oldest first, in a pool of the same size.
+
+        The sequence that is to blame, if that is clear, ends with `report` as its error (see `scheduler.suspects`).
+        """
+        in_flight = {seq.seq_id: seq for builder in self._in_flight for seq in builder.sequences}
+        culprit = self._suspects.record_death(seq for seq in in_flight.values() if seq.status is not _FINISHED)
+        self._in_flight.clear()
+        self._next_step_id = 0
+        for seq in reversed(list(self.running.values())):
+            self._requeue(seq)
+        for seq in self._sequences.values():
+            seq.num_pending_tokens = 0
+        self.replace_pool(self.config.num_kv_blocks)
+        if culprit is not None:
+            self._finish(culprit, "error", error=f"the ranks died each time that they computed this request: {report}")
+        self.waiting = deque(seq for seq in self.waiting if seq not in self._suspects.to_try)
+
+    def replace_pool(self, num_kv_blocks: int) -> None:
+        """New ranks have a pool of this size, and nothing in it. No sequence may run."""
+        assert not self.running
+        self.config = replace(self.config, num_kv_blocks=num_kv_blocks)
+        self.block_manager = self.block_manager.emptied(num_kv_blocks)
 
     def take_updates(self) -> list[SequenceUpdate]:
         """What has happened to sequences since the last call, in order."""
@@ -132,7 +140,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts and load as of now."""
         return SchedulerStats(
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self._suspects.to_try),
             num_running=len(self.running),
             num_free_blocks=self.block_manager.num_free_blocks,
             num_steps=self._num_steps,
@@ -149,8 +157,9 @@ class Scheduler:
         assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
             range(self.config.max_num_seqs)
         )
-        assert {id(s) for s in sequences} == {id(s) for s in [*self.waiting, *self.running.values()]}
-        for seq in self.waiting:
+        waiting = [*self.waiting, *self._suspects.to_try]
+        assert sorted(map(id, sequences)) == sorted(map(id, [*waiting, *self.running.values()]))
+        for seq in waiting:
             assert not seq.block_table
             assert seq.slot is None
             assert seq.num_computed_tokens == 0
@@ -185,8 +194,13 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, builder: StepBuilder) -> None:
+        suspect = self._suspects.begin_trial()
+        if suspect is not None:
+            self.waiting.appendleft(suspect)
         while self.waiting and self._free_slots and builder.token_budget > 0:
             seq = self.waiting[0]
+            if self._suspects.on_trial not in (None, seq):
+                return
             if seq.num_pending_tokens:
                 return  # preempted with its last token still on its way: it can't be laid out yet
             if seq.num_tokens > self.config.num_kv_tokens:
@@ -219,7 +233,8 @@ class Scheduler:
         elif seq.num_tokens >= seq.max_length:
             self._finish(seq, "length", token_id=token_id, logprobs=logprobs)
         else:
-            self._updates.append(SequenceUpdate(seq.seq_id, token_id, logprobs))
+            num_cached = seq.num_cached_tokens or 0
+            self._updates.append(SequenceUpdate(seq.seq_id, token_id, logprobs, num_cached_tokens=num_cached))
             if seq.num_computed_tokens // self._block_size > seq.num_hashed_blocks:
                 self.block_manager.hash_blocks(seq)
 
@@ -238,6 +253,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._num_preemptions += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Back to the head of the queue, to be computed from its tokens."""
         self._leave_running(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
@@ -252,10 +271,11 @@ class Scheduler:
         logprobs: TokenLogprobs | None = None,
         error: str | None = None,
     ) -> None:
+        was_to_be_tried = self._suspects.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
             self.block_manager.hash_blocks(seq)
             self._leave_running(seq)
-        else:
+        elif not was_to_be_tried:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         del self._sequences[seq.seq_id]
@@ -278,16 +298,3 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         seq.slot = None
         seq.has_sampled_in_slot = False
-
-
-def _split_logprobs(result: StepResult, sampled: list[Sequence]) -> dict[int, TokenLogprobs]:
-    """By row, with as many of the likeliest as its sequence asked for: the arrays are as wide as the most asked."""
-    arrays = result.logprobs
-    if arrays is None:
-        return {}
-    split = {}
-    for index, (row, chosen) in enumerate(zip(arrays.rows.tolist(), arrays.chosen.tolist(), strict=True)):
-        num_top = sampled[row].sampling.logprobs or 0
-        # Copies: a view would keep the whole step's arrays.
-        split[row] = TokenLogprobs(chosen, arrays.top_ids[index, :num_top].copy(), arrays.top[index, :num_top].copy())
-    return split

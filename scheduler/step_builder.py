@@ -20,8 +20,10 @@ class StepBuilder:
         self._max_num_tokens = max_num_tokens
         self.token_budget = max_num_tokens
         """Tokens that the step has room for."""
+        self.sequences: list[Sequence] = []
+        """Those of all rows."""
         self.sampled: list[Sequence] = []
-        """Sequences whose rows sample, in the order of the rows."""
+        """Those of the rows that sample, in the order of the rows."""
         self._rows: list[tuple[int, int, int, bool]] = []
         """(slot, num_scheduled_tokens, seq_len, samples)"""
         self._tokens: list[tuple[int, IntArray]] = []
@@ -59,6 +61,7 @@ class StepBuilder:
         if not seq.has_sampled_in_slot:
             self._tokens.append((self.num_tokens, seq.token_ids[start:end]))
         self._rows.append((seq.slot, num_tokens, end, samples))
+        self.sequences.append(seq)
         self.token_budget -= num_tokens
         seq.num_computed_tokens = end
         if samples:

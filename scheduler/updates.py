@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scheduler.step import FloatArray, IntArray
+from scheduler.sequence import Sequence
+from scheduler.step import FloatArray, IntArray, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class SequenceUpdate(NamedTuple):
     """The token that ended it, if one did."""
     error: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache served, once it has ended."""
+    """Prompt tokens that the prefix cache served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,16 @@ class SchedulerStats:
     num_cached_tokens: int
     """Prompt tokens served by the prefix cache, recomputation excluded."""
     num_preemptions: int
+
+
+def split_logprobs(result: StepResult, sampled: list[Sequence]) -> dict[int, TokenLogprobs]:
+    """By row, with as many of the likeliest as its sequence asked for: the arrays are as wide as the most asked."""
+    arrays = result.logprobs
+    if arrays is None:
+        return {}
+    split = {}
+    for index, (row, chosen) in enumerate(zip(arrays.rows.tolist(), arrays.chosen.tolist(), strict=True)):
+        num_top = sampled[row].sampling.logprobs or 0
+        # Copies: a view would keep the whole step's arrays.
+        split[row] = TokenLogprobs(chosen, arrays.top_ids[index, :num_top].copy(), arrays.top[index, :num_top].copy())
+    return split

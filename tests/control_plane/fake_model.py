@@ -200,6 +200,13 @@ class Harness:
         self.check()
         return step
 
+    def lose_ranks(self) -> None:
+        """The ranks die, with the results on their way, and are built again."""
+        self.results.clear()
+        self.ranks = type(self.ranks)(self.config)
+        self.scheduler.lose_ranks("killed")
+        self.check()
+
     def postprocess(self) -> None:
         """Let the oldest result arrive."""
         self.scheduler.postprocess(self.results.popleft())

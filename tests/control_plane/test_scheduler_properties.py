@@ -67,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness = Harness(config, manager)
         self.max_in_flight = max_in_flight
         self.aborted: set[int] = set()
+        self.convicted: set[int] = set()
 
     @rule(request=requests)
     def arrive(self, request: dict[str, Any]) -> None:
@@ -90,6 +91,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def postprocess(self) -> None:
         self.harness.postprocess()
 
+    @rule()
+    def lose_ranks(self) -> None:
+        open_before = {seq_id for seq_id, story in self.harness.stories.items() if story.finish_reason is None}
+        on_trial = self.harness.scheduler._suspects.on_trial
+        self.harness.lose_ranks()
+        convicted = {seq_id for seq_id in open_before if self.harness.stories[seq_id].finish_reason is not None}
+        assert convicted <= (set() if on_trial is None else {on_trial.seq_id})
+        assert all("killed" in str(self.harness.stories[seq_id].error) for seq_id in convicted)
+        self.convicted |= convicted
+
     @rule(turns=st.integers(1, 10))
     def advance(self, turns: int) -> None:
         while len(self.harness.results) >= self.max_in_flight:
@@ -108,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.postprocess()
         self.harness.run(self.max_in_flight)
         for seq_id, story in self.harness.stories.items():
-            if seq_id in self.aborted:
+            if seq_id in self.aborted | self.convicted:
                 seq = self.harness.sequences[seq_id]
                 prompt = seq.token_ids[: seq.num_prompt_tokens].tolist()
                 expected, _ = expected_tokens(prompt, seq.sampling, self.harness.config)
