@@ -67,7 +67,13 @@ class RequestCollector:
         if finish_reason is not None:
             completion.last = update
         is_early = completion.stopped_by is not None and update.finish_reason is None
-        chunk = OutputChunk(text=text, token_ids=token_ids, finish_reason=finish_reason, error=update.error)
+        chunk = OutputChunk(
+            text=text,
+            token_ids=token_ids,
+            num_cached_tokens=update.num_cached_tokens,
+            finish_reason=finish_reason,
+            error=update.error,
+        )
         return chunk, is_early
 
     def output(self) -> RequestOutput:

@@ -5,10 +5,12 @@ Made by `raytp.llm`; read by `raytp.worker_settings`, `raytp.driver` and `raytp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from scheduler.errors import ConfigError
+from workers.faults import Fault
 
 _CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -56,12 +58,18 @@ class EngineConfig:
     """How frames reach the ranks: "socket", or "ray" for networks that close ports."""
     placement_strategy: str = "STRICT_PACK"
     """Ray's placement strategy for the ranks; STRICT_PACK keeps them on one node."""
-    placement_timeout_s: float = 300.0
-    """How long to wait for the cluster to have room, the autoscaler's time included."""
+    placement_timeout_s: float = 900.0
+    """How long to wait for the cluster to have room, the time that a new node takes to come up included."""
     startup_timeout_s: float = 600.0
     """How long each step of the start-up may take, loading weights included."""
     step_timeout_s: float = 120.0
-    """How long one step of the model may take before the engine counts as stuck."""
+    """How long one step of the model may take before the ranks count as stuck."""
+    heartbeat_timeout_s: float = 10.0
+    """How long a rank's process may say nothing, not even that it is alive, before it counts as dead."""
+    max_restarts: int = 5
+    """How often in a row the ranks may die, or fail to start, without a step between, before the engine gives up."""
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong on purpose; see `workers.faults`."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -77,7 +85,15 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
-        for name in ("placement_timeout_s", "startup_timeout_s", "step_timeout_s", "cpu_kv_cache_gib"):
+        if not isinstance(self.max_restarts, int) or isinstance(self.max_restarts, bool) or self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts!r} must be an integer of at least 0")
+        for name in (
+            "placement_timeout_s",
+            "startup_timeout_s",
+            "step_timeout_s",
+            "heartbeat_timeout_s",
+            "cpu_kv_cache_gib",
+        ):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
@@ -86,6 +102,12 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
+
+
+def check_shared_alone(engine: str, model: object, tensor_parallel_size: int, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a shared engine is named, and with it the settings of one to be started."""
+    if model is not None or tensor_parallel_size != 1 or options:
+        raise ConfigError(f"engine {engine} runs already, with its own model and settings: leave out all others")
 
 
 def make_engine_config(tensor_parallel_size: int, options: dict[str, Any]) -> EngineConfig:

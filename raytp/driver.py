@@ -6,14 +6,16 @@ Starts the rank group, sizes the scheduler by what the ranks report, and runs th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 
 from raytp.config import EngineConfig
 from raytp.engine import Engine
-from raytp.errors import EngineError
-from raytp.outputs import CompletionUpdate, EngineInfo, Request
-from raytp.rank_group import RankGroup
+from raytp.errors import EngineClosedError, EngineError
+from raytp.model_files import ModelFiles
+from raytp.outputs import CompletionUpdate, EngineDescription, EngineInfo, Recovery, Request
+from raytp.rank_supply import RankSupply
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from scheduler.updates import SchedulerStats
@@ -21,6 +23,17 @@ from workers.config import DeviceProfile, LoadReport, WorkerConfig
 
 _EXIT_TIMEOUT_S = 3.0
 """How long ranks that have been told to end may take before they are killed."""
+_SILENCE_TIMEOUT_S = 30.0
+"""How long a caller of a shared engine may say nothing; `raytp.driver_client` speaks for it every few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedModel:
+    """What makes an engine one that other jobs can use."""
+
+    name: str
+    """The engine's."""
+    files: ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +50,81 @@ class Driver:
     `start` comes first; all methods may be called from any thread.
     """
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, shared: SharedModel | None = None
+    ) -> None:
+        """`shared`: that the engine has a name and outlives its caller, who must not be trusted to say goodbye."""
+        self._shared = shared
         self._config = config
         self._worker_config = worker_config
         self._vocab_size = vocab_size
         self._status = DriverStatus("starting the driver", 0.0)
-        self._group = RankGroup(config, worker_config, epoch=0)
+        self._ranks = RankSupply(config, worker_config, self._report_status)
         self._engine: Engine | None = None
+        self._engine_info: EngineInfo | None = None
+        self._failure: Exception | None = None
+        """What has ended the start-up."""
+        self._is_shut_down = False
         self._shutdown_lock = threading.Lock()
 
     def start(self) -> EngineInfo:
         """Build the rank group and begin to take requests. Raises EngineError, or a RaytpError that a rank raised."""
-        transport, reports = self._group.start(self._report_status)
+        try:
+            return self._start()
+        except Exception as error:
+            if self._is_shut_down:  # which has killed the ranks that it was waiting for
+                raise EngineClosedError("the engine was shut down before it had started") from None
+            self._failure = error
+            raise
+
+    def _start(self) -> EngineInfo:
+        transport, reports = self._ranks.start()
         num_kv_blocks = min(report.num_kv_blocks for report in reports)
         limits = self._scheduler_config(num_kv_blocks)
-        self._engine = Engine(Scheduler(limits), transport)
+        silence_timeout_s = None if self._shared is None else _SILENCE_TIMEOUT_S
+        self._engine = Engine(
+            Scheduler(limits),
+            transport,
+            self._ranks,
+            max_restarts=self._config.max_restarts,
+            silence_timeout_s=silence_timeout_s,
+        )
         threading.Thread(target=self._close_group_after, args=(self._engine,), name="raytp-end", daemon=True).start()
+        self._engine_info = self._info(limits, reports)
         self._report_status("ready", 1.0)
-        return self._info(limits, reports)
+        return self._engine_info
 
     def status(self) -> DriverStatus:
         """How far `start` has come."""
         return self._status
+
+    def describe(self) -> EngineDescription:
+        """What the engine is, for those who have only its name; at any time."""
+        assert self._shared is not None
+        failure, stats = self._failure, None
+        if self._engine is not None:
+            try:
+                self._engine.check_alive()
+            except EngineError as error:
+                failure = error
+            else:
+                with contextlib.suppress(EngineError):  # a long step, say
+                    stats = self._engine.stats()
+        return EngineDescription(
+            name=self._shared.name,
+            model_name=self._shared.files.model_name,
+            model_digest=self._shared.files.digest,
+            num_ranks=self._config.tensor_parallel_size,
+            stage=self._status.stage if failure is None else "failed",
+            error=None if failure is None else str(failure),
+            info=self._engine_info,
+            stats=stats,
+        )
+
+    def model_files(self) -> ModelFiles:
+        """The model without its weights."""
+        assert self._shared is not None
+        return self._shared.files
 
     def submit(self, client_id: str, requests: list[Request]) -> None:
         """See `Engine.submit`."""
@@ -74,9 +140,14 @@ class Driver:
         """See `Engine.abort`."""
         self._running_engine().abort(client_id, request_id, index, finish_reason)
 
-    def forget(self, client_id: str) -> None:
+    def forget(self, client_ids: list[str]) -> None:
         """See `Engine.forget`."""
-        self._running_engine().forget(client_id)
+        for client_id in client_ids:
+            self._running_engine().forget(client_id)
+
+    def keep_waiting(self, client_ids: list[str]) -> None:
+        """See `Engine.keep_waiting`."""
+        self._running_engine().keep_waiting(client_ids)
 
     def stats(self) -> SchedulerStats:
         """See `Engine.stats`."""
@@ -86,25 +157,30 @@ class Driver:
         """See `Engine.step_loop_cpu_s`."""
         return self._running_engine().step_loop_cpu_s()
 
+    def recoveries(self) -> list[Recovery]:
+        """Each time that ranks have died and others took their place."""
+        return list(self._ranks.recoveries)
+
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """See `RankGroup.profile`."""
         self._running_engine().check_alive()
-        return self._group.profile(duration_s)
+        return self._ranks.group.profile(duration_s)
 
     def shutdown(self) -> None:
         """End the step loop, the ranks and the placement group. May be called twice."""
+        self._is_shut_down = True
         with self._shutdown_lock:
             if self._engine is not None:
                 self._engine.close()
-                self._group.wait_for_exit(_EXIT_TIMEOUT_S)
-            self._group.close()
+                self._ranks.group.wait_for_exit(_EXIT_TIMEOUT_S)
+            self._ranks.close()
 
     def _close_group_after(self, engine: Engine) -> None:
         """Once one rank has failed the others are of no use, but they hold their GPUs, and may spin in a collective."""
         engine.wait()
         with self._shutdown_lock:
-            self._group.wait_for_exit(_EXIT_TIMEOUT_S)
-            self._group.close()
+            self._ranks.group.wait_for_exit(_EXIT_TIMEOUT_S)
+            self._ranks.close()
 
     def _report_status(self, stage: str, fraction: float) -> None:
         self._status = DriverStatus(stage, fraction)
@@ -133,7 +209,7 @@ class Driver:
         return EngineInfo(
             device=self._worker_config.device,
             device_names=tuple(report.device_name for report in reports),
-            hostnames=tuple(node.hostname for node in self._group.nodes),
+            hostnames=tuple(node.hostname for node in self._ranks.group.nodes),
             dtype=self._worker_config.dtype,
             attention_backend=reports[0].attention_backend,
             num_kv_blocks=limits.num_kv_blocks,
@@ -142,5 +218,6 @@ class Driver:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             weight_bytes=max(report.weight_bytes for report in reports),
+            peak_host_bytes=max(report.peak_host_bytes for report in reports),
             load_s=max(report.load_s for report in reports),
         )

@@ -1,12 +1,14 @@
-"""A caller's end of its driver actor: starts it, talks to it, and ends it.
+"""A caller's end of a driver actor: starts it or finds a shared one, talks to it, ends it or lets go of it.
 
-Turns Ray's wrapped exceptions back into raytp's own. Called by `raytp.llm`. Next hop of a request: `raytp.driver`.
+Turns Ray's wrapped exceptions back into raytp's own. Made by `raytp.connection`, called by `raytp.llm` and
+`raytp.request_stream`. Next hop of a request: `raytp.driver`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,53 +19,91 @@ from ray.util import get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytp.config import EngineConfig
-from raytp.driver import Driver, DriverStatus
-from raytp.errors import EngineClosedError, EngineError, RaytpError
-from raytp.outputs import CompletionUpdate, EngineInfo, Request
+from raytp.driver import Driver, DriverStatus, SharedModel
+from raytp.errors import ConfigError, EngineClosedError, EngineError, RaytpError
+from raytp.model_files import ModelFiles
+from raytp.outputs import CompletionUpdate, EngineDescription, EngineInfo, Recovery, Request
 from raytp.placement import group_name
+from raytp.ray_runtime import interrupt_deferred
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile, WorkerConfig
 
+NAMESPACE = "raytp"
+"""Ray's namespace for the names of shared engines."""
 _MAX_CONCURRENT_CALLS = 128
 _CALL_TIMEOUT_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 10.0
+_DISCONNECT_TIMEOUT_S = 5.0
+_SIGN_OF_LIFE_EVERY_S = 5.0
+"""Well below the silence after which a driver forgets a caller."""
 
 
 class DriverClient:
-    """One engine, as its caller sees it."""
+    """One engine, as one of its callers sees it: its owner, with whom it ends, or a caller of a shared one."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int) -> None:
-        """Places the driver on the caller's own node: no use without it, and safe from the loss of others."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = ray.remote(Driver).options(
-            num_cpus=0, max_concurrency=_MAX_CONCURRENT_CALLS, scheduling_strategy=here, max_restarts=0
-        )
-        self._startup_timeout_s = config.startup_timeout_s
-        self._actor: Any = options.remote(config, worker_config, vocab_size)
-        # Dropped without a shutdown, the driver still gives its ranks' resources back; Ray would keep them for the job.
+    def __init__(self, actor: Any = None, name: str | None = None) -> None:
+        """Use `start` for an engine of one's own; this is for the `actor` of a shared one, and its `name`."""
+        self._actor = actor
+        self._name = name
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _end_unwaited, self._actor, self._pid)
+        self._client_ids: set[str] = set()
+        """Those that have something running."""
+        self._is_closed = threading.Event()
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        """Of an owner."""
+        if actor is not None:
+            arguments = weakref.ref(self), self._is_closed
+            threading.Thread(target=_give_signs_of_life, args=arguments, name="raytp-alive", daemon=True).start()
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        worker_config: WorkerConfig,
+        vocab_size: int,
+        on_status: Callable[[str, float], None],
+        shared: SharedModel | None = None,
+    ) -> tuple[DriverClient, EngineInfo]:
+        """Start an engine, and wait until it is ready; ends it again if that fails or is interrupted.
+
+        A shared engine has no owner once it is ready. Raises ConfigError if its name is taken, EngineError, or a
+        RaytpError that a rank raised.
+        """
+        client = cls()
+        try:
+            with interrupt_deferred():
+                client._own(_create_driver(config, worker_config, vocab_size, shared))
+            info = client._wait_until_ready(config.startup_timeout_s, on_status)
+            if shared is not None:
+                client._disown()
+            return client, info
+        except BaseException:
+            client.shutdown()
+            raise
+
+    def _own(self, actor: Any) -> None:
+        self._actor = actor
+        # Dropped without a shutdown, the driver still gives its ranks' resources back; Ray would keep them for the job.
+        self._finalizer = weakref.finalize(self, _end_unwaited, actor, self._pid)
         self._finalizer.atexit = False
 
-    def start(self, on_status: Callable[[str, float], None]) -> EngineInfo:
-        """Wait until the engine is ready; ends it again if that fails or is interrupted."""
-        try:
-            ready = self._actor.start.remote()
-            deadline = time.monotonic() + self._startup_timeout_s
-            while not ray.wait([ready], timeout=0.2)[0]:
-                status = self._status()
-                if status is not None:  # it answers, so it keeps the deadlines of the start-up itself
-                    deadline = time.monotonic() + self._startup_timeout_s
-                    on_status(status.stage, status.fraction)
-                elif time.monotonic() > deadline:
-                    raise EngineError(
-                        f"the driver actor did not answer within startup_timeout_s={self._startup_timeout_s:g}"
-                    )
-            info: EngineInfo = self._get(ready)
-            return info
-        except BaseException:
-            self.shutdown()
-            raise
+    def _disown(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = None
+
+    def _wait_until_ready(self, timeout_s: float, on_status: Callable[[str, float], None]) -> EngineInfo:
+        ready = self._actor.start.remote()
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([ready], timeout=0.2)[0]:
+            status = self._status()
+            if status is not None:  # it answers, so it keeps the deadlines of the start-up itself
+                deadline = time.monotonic() + timeout_s
+                on_status(status.stage, status.fraction)
+            elif time.monotonic() > deadline:
+                raise EngineError(f"the driver actor did not answer within startup_timeout_s={timeout_s:g}")
+        info: EngineInfo = self._get(ready)
+        return info
 
     def _status(self) -> DriverStatus | None:
         """How far the start-up has come; None if the driver does not say."""
@@ -73,8 +113,19 @@ class DriverClient:
             return None
         return status
 
+    def describe(self) -> EngineDescription:
+        """What a shared engine is, and its state."""
+        description: EngineDescription = self._get(self._call("describe"))
+        return description
+
+    def model_files(self) -> ModelFiles:
+        """A shared engine's model, without its weights."""
+        files: ModelFiles = self._get(self._call("model_files"))
+        return files
+
     def submit(self, client_id: str, requests: list[Request]) -> None:
         """Queue requests; news of them comes through `poll`."""
+        self._client_ids.add(client_id)
         self._get(self._call("submit", client_id, requests))
 
     def poll(self, client_id: str, timeout_s: float) -> list[CompletionUpdate]:
@@ -88,8 +139,9 @@ class DriverClient:
 
     def forget(self, client_id: str) -> None:
         """End all that this caller has running; does not wait for it."""
+        self._client_ids.discard(client_id)
         if self._actor is not None:
-            self._call("forget", client_id)
+            self._call("forget", [client_id])
 
     def stats(self) -> SchedulerStats:
         """Counts and load of the engine's scheduler."""
@@ -101,31 +153,42 @@ class DriverClient:
         cpu_s: float = self._get(self._call("step_loop_cpu_s"))
         return cpu_s
 
+    def recoveries(self) -> list[Recovery]:
+        """Each time that ranks have died and others took their place."""
+        recoveries: list[Recovery] = self._get(self._call("recoveries"))
+        return recoveries
+
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`; None for a rank on a CPU."""
         profiles: list[DeviceProfile | None] = self._get(self._call("profile", duration_s), duration_s)
         return profiles
 
     def shutdown(self) -> None:
-        """End the engine: its ranks, its placement group, its driver. May be called twice."""
+        """End the engine, if it is one's own; of a shared one, what this caller has running. May be called twice."""
         if os.getpid() != self._pid:
             return  # a forked process does not own the engine, and Ray's calls would hang in it
         actor, self._actor = self._actor, None
-        self._finalizer.detach()
+        is_owner = self._finalizer is not None
+        self._disown()
+        self._is_closed.set()
         if actor is None or not ray.is_initialized():
             return
-        try:
-            with contextlib.suppress(Exception):
-                ray.get(actor.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
-        finally:  # an impatient second Ctrl-C, say
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-            with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
-                remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
+        if is_owner:
+            end_driver(actor)
+            return
+        with contextlib.suppress(Exception):  # it may have ended
+            ray.wait([actor.forget.remote(list(self._client_ids))], timeout=_DISCONNECT_TIMEOUT_S)
+
+    def give_sign_of_life(self) -> None:
+        """Tell a shared engine that whoever has something running here has not been killed."""
+        if self._client_ids:
+            self._call("keep_waiting", list(self._client_ids))
 
     def _call(self, method: str, *args: Any) -> Any:
         if self._actor is None:
-            raise EngineClosedError("the engine has been shut down: make a new LLM")
+            if self._name is None:
+                raise EngineClosedError("the engine has been shut down: make a new LLM")
+            raise EngineClosedError(f"the connection to engine {self._name} has been shut down: connect again")
         if os.getpid() != self._pid:
             raise EngineError(
                 f"the engine belongs to process {self._pid}, and this one was forked from it: use it there, or start "
@@ -141,11 +204,48 @@ class DriverClient:
                 raise error.cause from None
             raise EngineError(f"the driver failed with {type(error.cause).__name__}: {error.cause}\n{error}") from error
         except ray.exceptions.RayActorError as error:
-            raise EngineError(f"the driver actor died: {error}") from error
+            what = "the driver actor died" if self._name is None else f"engine {self._name} was stopped or died"
+            raise EngineError(f"{what}: {error}") from error
         except ray.exceptions.GetTimeoutError:
             raise EngineError(f"the driver actor did not answer within {_CALL_TIMEOUT_S + extra_s:g} s") from None
         except ray.exceptions.RayError as error:
             raise EngineError(f"the driver actor cannot be reached: {error}") from error
+
+
+def _create_driver(
+    config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, shared: SharedModel | None
+) -> Any:
+    """On the caller's own node: a driver is of no use without its caller, and safe from the loss of other nodes.
+
+    A shared one is detached: its ranks and its placement group end with it, not with the job that started it.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENT_CALLS, "max_restarts": 0}
+    if shared is not None:
+        options |= {"name": shared.name, "namespace": NAMESPACE, "lifetime": "detached"}
+    actor_class: Any = ray.remote(Driver)
+    try:
+        return actor_class.options(scheduling_strategy=here, **options).remote(
+            config, worker_config, vocab_size, shared
+        )
+    except ValueError as error:
+        if shared is None or "already taken" not in str(error):
+            raise
+        raise ConfigError(
+            f"there is an engine {shared.name} already: choose another name, or end it with raytp stop {shared.name}"
+        ) from None
+
+
+def end_driver(actor: Any) -> None:
+    """End an engine whatever its state: its ranks, its placement group, its driver. Does nothing if it has ended."""
+    try:
+        with contextlib.suppress(Exception):
+            ray.get(actor.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+    finally:  # an impatient second Ctrl-C, say
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
+        with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
+            remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
 
 
 def _end_unwaited(actor: Any, pid: int) -> None:
@@ -153,3 +253,14 @@ def _end_unwaited(actor: Any, pid: int) -> None:
         return  # see `shutdown`
     with contextlib.suppress(Exception):  # the driver has ended, or this process is about to
         actor.shutdown.remote()
+
+
+def _give_signs_of_life(client: weakref.ref[DriverClient], is_closed: threading.Event) -> None:
+    """Until the client is closed or dropped. Ray is only asked if it still runs: it would start anew."""
+    while not is_closed.wait(_SIGN_OF_LIFE_EVERY_S):
+        alive = client()
+        if alive is None or not ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):  # whoever waits for an answer hears of it
+            alive.give_sign_of_life()
+        del alive

@@ -7,23 +7,23 @@ Called by `raytp.driver`, from any thread. Next hop of a request: `scheduler.sch
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Protocol, TypeAlias, TypeVar
 
-from raytp.errors import EngineClosedError, EngineError
-from raytp.mailbox import Mailbox
-from raytp.outputs import CompletionUpdate, Request, Timings
+from raytp.completion import Completion
+from raytp.errors import ChannelError, EngineClosedError, EngineError
+from raytp.mailbox import Mailroom
+from raytp.outputs import CompletionUpdate, Request
 from raytp.transport import Transport
 from scheduler.errors import RaytpError, RequestError
-from scheduler.sampling_params import MAX_SEED, ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs
+from scheduler.updates import SchedulerStats, SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -31,44 +31,66 @@ _MAX_IN_FLIGHT = 2
 """Steps sent and not yet answered: one runs while the next waits on the device's queue."""
 _CLOSE_TIMEOUT_S = 5.0
 """How long `close` waits for a step that is under way; the ranks may be stuck in it."""
-_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+_IDLE_CHECK_S = 1.0
+"""How often ranks that have nothing to do are asked after."""
+_RECOVERY_CHECK_S = 0.1
 _Answer = TypeVar("_Answer")
+_Ranks: TypeAlias = tuple[Transport, int]
+"""The way to new ranks, and their num_kv_blocks."""
 
 
-class _Completion:
-    """What the engine keeps of a sequence besides the scheduler's state: whose it is, and what is yet to be sent."""
+class RankSource(Protocol):
+    """Where new ranks come from when the old ones have died."""
 
-    __slots__ = ("arrived", "client_id", "first_token", "index", "logprobs", "request", "token_ids")
+    def examine(self, failure: RaytpError) -> str:
+        """Everything that can be found out about a failure of the present ranks. Takes seconds at most."""
+        ...
 
-    def __init__(self, client_id: str, request: Request, index: int) -> None:
-        self.client_id = client_id
-        self.request = request
-        self.index = index
-        self.arrived = time.monotonic()
-        self.first_token: float | None = None
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+    def rebuild(self, report: str) -> _Ranks:
+        """Kill what is left of the present ranks, and start others.
+
+        Takes as long as it needs. Raises RaytpError with every cause if it cannot be done.
+        """
+        ...
 
 
 class Engine:
-    """Runs until `close`, or until a rank fails; then every caller that waits gets the failure."""
+    """Runs until `close`, or until no ranks can be had; then every caller that waits gets the failure."""
 
-    def __init__(self, scheduler: Scheduler, transport: Transport) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transport: Transport,
+        ranks: RankSource,
+        *,
+        max_restarts: int,
+        silence_timeout_s: float | None = None,
+    ) -> None:
+        """`max_restarts`: of ranks that have not finished a step, one after another, before the engine gives up.
+
+        `silence_timeout_s`: a caller that says nothing for so long is forgotten; None trusts callers to say so.
+        """
         self._scheduler = scheduler
         self._transport = transport
+        self._ranks = ranks
+        self._max_restarts = max_restarts
+        self._num_restarts = 0
+        """Since the last step that was finished."""
+        self._rebuilding: Future[_Ranks] | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._completions: dict[int, _Completion] = {}
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._mailboxes_lock = threading.Lock()
+        self._completions: dict[int, Completion] = {}
+        self._mailboxes = Mailroom(silence_timeout_s)
         self._next_seq_id = 0
         self._is_closing = False
         self._failure: EngineError | None = None
+        self._failure_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="raytp-steps", daemon=True)
         self._thread.start()
 
     def submit(self, client_id: str, requests: list[Request]) -> None:
         """Queue requests of one caller; what becomes of them arrives in the caller's mailbox."""
         self.check_alive()
+        self._mailboxes.expect_news(client_id)
         self._commands.put(lambda: self._admit(client_id, requests))
 
     def abort(self, client_id: str, request_id: int | None, index: int | None, finish_reason: str) -> None:
@@ -77,7 +99,7 @@ class Engine:
 
     def poll(self, client_id: str, timeout_s: float) -> list[CompletionUpdate]:
         """News for one caller, as soon as there is any; empty after `timeout_s`. Raises EngineError if it ended."""
-        updates = self._mailbox(client_id).take(timeout_s)
+        updates = self._mailboxes.take(client_id, timeout_s)
         if not updates:
             self.check_alive()
         return updates
@@ -86,6 +108,10 @@ class Engine:
         """A caller is done or gone: end what it still has running, and drop its mailbox."""
         self.abort(client_id, None, None, "abort")
         self._commands.put(lambda: self._drop_mailbox(client_id))
+
+    def keep_waiting(self, client_ids: list[str]) -> None:
+        """See `Mailroom.keep_waiting`."""
+        self._mailboxes.keep_waiting(client_ids)
 
     def stats(self) -> SchedulerStats:
         """The scheduler's counts, read between two steps."""
@@ -123,22 +149,25 @@ class Engine:
         if failure is not None:
             raise type(failure)(str(failure))  # a new one for each caller: a raised exception gathers traceback
 
-    def _mailbox(self, client_id: str) -> Mailbox:
-        with self._mailboxes_lock:
-            return self._mailboxes.setdefault(client_id, Mailbox(is_closed=self._failure is not None))
+    def _forget_silent(self) -> None:
+        """A caller that was killed says nothing, and its requests must not run for nobody."""
+        for client_id in self._mailboxes.give_up_silent():
+            self._abort(client_id, None, None, "abort")
+            self._drop_mailbox(client_id)
 
     def _drop_mailbox(self, client_id: str) -> None:
         self._deliver(self._scheduler.take_updates())
-        with self._mailboxes_lock:
-            mailbox = self._mailboxes.pop(client_id, None)
-        if mailbox is not None:
-            mailbox.close()
+        self._mailboxes.drop(client_id)
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
                 self._run_commands()
-                self._step()
+                self._forget_silent()
+                if self._rebuilding is None:
+                    self._advance()
+                elif self._rebuilding.done():
+                    self._resume(*self._rebuilding.result())
                 self._deliver(self._scheduler.take_updates())
         except RaytpError as error:
             logger.error("the engine ends: %s", error)
@@ -152,11 +181,41 @@ class Engine:
             self._transport.close()
 
     def _run_commands(self) -> None:
-        """Run what callers have asked for; with nothing else to do, wait until they ask."""
-        if not self._scheduler.has_unfinished and self._scheduler.num_in_flight == 0:
-            self._commands.get()()
+        """Run what callers have asked for; with nothing else to do, wait until they ask, or may have gone silent."""
+        is_idle = not self._scheduler.has_unfinished and self._scheduler.num_in_flight == 0
+        if is_idle or self._rebuilding is not None:
+            try:
+                command = self._commands.get(timeout=_IDLE_CHECK_S if is_idle else _RECOVERY_CHECK_S)
+            except queue.Empty:
+                return
+            command()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _advance(self) -> None:
+        """One step, or the beginning of new ranks if it turns out that the present ones are of no use any more."""
+        try:
+            self._step()
+        except (EngineError, ChannelError) as failure:
+            self._transport.close()
+            report = self._ranks.examine(failure)
+            logger.warning("the ranks have failed and are built again: %s", report)
+            self._scheduler.lose_ranks(report)
+            self._num_restarts += 1
+            if self._num_restarts > self._max_restarts:
+                raise EngineError(
+                    f"the ranks died {self._num_restarts} times in a row before they had finished a step "
+                    f"(max_restarts={self._max_restarts}): {report}"
+                ) from failure
+            self._rebuilding = Future()
+            threading.Thread(
+                target=_fulfil, args=(self._rebuilding, self._ranks.rebuild, report), name="raytp-rebuild", daemon=True
+            ).start()
+
+    def _resume(self, transport: Transport, num_kv_blocks: int) -> None:
+        self._rebuilding = None
+        self._transport = transport
+        self._scheduler.replace_pool(num_kv_blocks)
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -166,17 +225,19 @@ class Engine:
         assert step or num_in_flight or not self._scheduler.has_unfinished, "sequences wait, and nothing can run"
         if num_in_flight == _MAX_IN_FLIGHT or (step is None and num_in_flight):
             self._scheduler.postprocess(self._transport.receive())
+            self._num_restarts = 0
+        elif num_in_flight == 0:
+            self._transport.check()
 
     def _admit(self, client_id: str, requests: list[Request]) -> None:
         for request in requests:
             for index in range(request.sampling.n):
-                sampling = _sampling_of_completion(request.sampling, index)
-                seq = Sequence(self._next_seq_id, request.prompt, sampling, request.cache_salt)
-                completion = _Completion(client_id, request, index)
+                completion = Completion(client_id, request, index)
+                seq = Sequence(self._next_seq_id, request.prompt, completion.sampling, request.cache_salt)
                 try:
                     self._scheduler.add(seq)
                 except RequestError as error:
-                    self._mailbox(client_id).put([_refusal(completion, str(error))])
+                    self._mailboxes.put(client_id, [completion.refusal(str(error))])
                     continue
                 self._completions[seq.seq_id] = completion
                 self._next_seq_id += 1
@@ -191,57 +252,28 @@ class Engine:
                 self._scheduler.abort(seq_id, finish_reason)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
-        """Put news into the mailboxes: each token where it is wanted, else everything at the end."""
+        """Put news into the mailboxes."""
         letters: dict[str, list[CompletionUpdate]] = {}
         now = time.monotonic()
         for update in updates:
             completion = self._completions[update.seq_id]
-            if update.token_id is not None:
-                completion.first_token = completion.first_token or now
-                completion.token_ids.append(update.token_id)
-                if update.logprobs is not None:
-                    completion.logprobs.append(update.logprobs)
+            letter = completion.take_in(update, now)
             if update.finish_reason is not None:
                 del self._completions[update.seq_id]
-            elif not completion.request.wants_every_token:
-                continue
-            letters.setdefault(completion.client_id, []).append(_letter(completion, update, now))
-        for client_id, letter in letters.items():
-            self._mailbox(client_id).put(letter)
+            if letter is not None:
+                letters.setdefault(completion.client_id, []).append(letter)
+        for client_id, some in letters.items():
+            self._mailboxes.put(client_id, some)
 
     def _fail(self, failure: EngineError) -> None:
-        with self._mailboxes_lock:
+        with self._failure_lock:
             self._failure = self._failure or failure
-            for mailbox in self._mailboxes.values():
-                mailbox.close()
+        self._mailboxes.close()
 
 
-def _sampling_of_completion(sampling: ResolvedSampling, index: int) -> ResolvedSampling:
-    """Completion 0 draws with the request's own seed, so that it is what n=1 gives; the others with its kin."""
-    if index == 0:
-        return sampling
-    return dataclasses.replace(sampling, seed=(sampling.seed + index * _GOLDEN_RATIO_64) & MAX_SEED)
-
-
-def _refusal(completion: _Completion, error: str) -> CompletionUpdate:
-    update = SequenceUpdate(seq_id=-1, finish_reason="error", error=error)
-    return _letter(completion, update, time.monotonic())
-
-
-def _letter(completion: _Completion, update: SequenceUpdate, now: float) -> CompletionUpdate:
-    token_ids, completion.token_ids = completion.token_ids, []
-    logprobs, completion.logprobs = completion.logprobs, []
-    return CompletionUpdate(
-        request_id=completion.request.request_id,
-        index=completion.index,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=update.finish_reason,
-        stop_token_id=update.stop_token_id,
-        error=update.error,
-        num_cached_tokens=update.num_cached_tokens,
-        timings=Timings(
-            first_token_s=(completion.first_token or now) - completion.arrived,
-            finished_s=now - completion.arrived,
-        ),
-    )
+def _fulfil(future: Future[_Ranks], rebuild: Callable[[str], _Ranks], report: str) -> None:
+    """Run the rebuild, and leave what comes of it in the future."""
+    try:
+        future.set_result(rebuild(report))
+    except BaseException as error:
+        future.set_exception(error)

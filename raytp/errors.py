@@ -12,10 +12,12 @@ RaytpError
 ├── ChannelError          the connection between driver and rank could not be made, or broke
 │   └── FrameError        ... or carried something damaged
 └── EngineError           the engine as a whole
+    ├── EngineNotFoundError no shared engine of that name runs
     ├── PlacementError    the cluster does not have what the ranks need
     ├── StartTimeoutError a step of the start-up passed its deadline
     ├── StepTimeoutError  a rank did not answer a step in time
     ├── RankFailedError   a rank raised or died
+    │   └── RankDiedError ... died, while the engine started
     └── EngineClosedError the engine has been shut down
 """
 
@@ -38,10 +40,12 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineError",
+    "EngineNotFoundError",
     "FrameError",
     "KVCacheMemoryError",
     "ModelNotFoundError",
     "PlacementError",
+    "RankDiedError",
     "RankFailedError",
     "RaytpError",
     "RendezvousError",
@@ -61,6 +65,10 @@ class EngineError(RaytpError):
     """The engine as a whole cannot go on."""
 
 
+class EngineNotFoundError(EngineError):
+    """No shared engine of that name runs in the cluster; the message lists those that do."""
+
+
 class PlacementError(EngineError):
     """The cluster did not give the ranks what they need in time; the message says what was asked and what there is."""
 
@@ -75,6 +83,10 @@ class StepTimeoutError(EngineError):
 
 class RankFailedError(EngineError):
     """A rank raised or died; the message carries what each rank had to say."""
+
+
+class RankDiedError(RankFailedError):
+    """Ranks died while the engine started, as often as max_restarts allows."""
 
 
 class EngineClosedError(EngineError):

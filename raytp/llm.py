@@ -1,7 +1,7 @@
-"""`LLM`, the front door: one engine in this process's Ray, and generation with it.
+"""`LLM`, the front door: an engine, of one's own or a shared one, and generation with it.
 
-Resolves the model, starts the driver actor, tokenizes, submits, gathers, detokenizes. A request's first hop; the next
-is `raytp.driver_client`. Must not know of blocks, ranks or frames.
+Tokenizes, submits, gathers, detokenizes. A request's first hop; the next is `raytp.request_stream`. The engine comes
+from `raytp.connection`. Must not know of blocks, ranks or frames.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 from raytp.collector import RequestCollector
 from raytp.config import make_engine_config
-from raytp.driver_client import DriverClient
+from raytp.connection import Connection, connect_engine, start_engine
 from raytp.errors import RequestError
-from raytp.model_source import resolve_model
-from raytp.outputs import EngineInfo, OutputChunk, RequestOutput
+from raytp.outputs import EngineInfo, OutputChunk, Recovery, RequestOutput
 from raytp.progress import ProgressBar
 from raytp.prompts import (
     Conversation,
@@ -29,15 +28,11 @@ from raytp.prompts import (
     encode_conversation,
     encode_prompt,
 )
-from raytp.ray_runtime import ensure_ray
 from raytp.request_stream import Job, Key, RequestStream
-from raytp.tokenizer import TokenizerLoading
-from raytp.worker_settings import make_worker_config
 from scheduler.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams, fit_to_model, resolve, validate
 from scheduler.step import IntArray
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile
-from workers.model_config import load_generation_config, load_model_config
 
 _MIN_WINDOW = 1024
 """Requests of one call that may be on their way at once, at least."""
@@ -52,7 +47,8 @@ class LLM:
         show_progress: progress bars on standard error; None shows them on a terminal.
         options: the other fields of `raytp.config.EngineConfig`, by name.
 
-    Raises RaytpError: see `raytp.errors`. Use it as a context manager, or call `shutdown`.
+    Raises RaytpError: see `raytp.errors`. Use it as a context manager, or call `shutdown`. `connect` gives an LLM whose
+    engine runs already.
     """
 
     def __init__(
@@ -64,20 +60,29 @@ class LLM:
         **options: Any,
     ) -> None:
         config = make_engine_config(tensor_parallel_size, options)
-        self._show_progress = show_progress
         with ProgressBar("finding the model", show_progress) as bar:
-            source = resolve_model(model, on_progress=bar.update)
-            self.model_name = source.name
-            self.model_config = load_model_config(source.path)
-            self._generation_config = load_generation_config(source.path)
-            bar.update("starting Ray", 0.0)
-            loading = TokenizerLoading(source.path)
-            ensure_ray(config.tensor_parallel_size)
-            self.tokenizer = loading.result()
-            num_token_ids = None if self.tokenizer is None else self.tokenizer.num_ids
-            worker_config = make_worker_config(config, self.model_config, source.path, num_token_ids)
-            self._driver = DriverClient(config, worker_config, self.model_config.vocab_size)
-            self.info: EngineInfo = self._driver.start(bar.update)
+            self._attach(start_engine(model, config, bar.update), show_progress)
+
+    @classmethod
+    def connect(cls, name: str, *, show_progress: bool | None = None) -> LLM:
+        """Use the engine that `raytp serve-engine NAME` keeps in the cluster, from any job, beside others.
+
+        The cluster is that of this process's Ray, of RAY_ADDRESS, or the one that runs on this machine. The engine goes
+        on after `shutdown`, which ends only what this LLM has running. Raises EngineNotFoundError if there is none of
+        that name, EngineError if it is not ready.
+        """
+        llm = cls.__new__(cls)
+        llm._attach(connect_engine(name), show_progress)
+        return llm
+
+    def _attach(self, connection: Connection, show_progress: bool | None) -> None:
+        self._show_progress = show_progress
+        self._driver = connection.driver
+        self.info: EngineInfo = connection.info
+        self.model_name = connection.model_name
+        self.model_config = connection.model_config
+        self._generation_config = connection.generation_config
+        self.tokenizer = connection.tokenizer
 
     def generate(
         self,
@@ -178,12 +183,16 @@ class LLM:
         """CPU time that the driver's step loop has taken so far, in seconds; divide by `stats().num_steps`."""
         return self._driver.step_loop_cpu_s()
 
+    def recoveries(self) -> list[Recovery]:
+        """Each time that ranks have died and others took their place; what had happened, and how long it took."""
+        return self._driver.recoveries()
+
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`, while requests of other threads run; None on a CPU."""
         return self._driver.profile(duration_s)
 
     def shutdown(self) -> None:
-        """End the engine: its ranks, its placement group, its driver. May be called twice."""
+        """End the engine: its ranks, its placement group, its driver. A shared one goes on. May be called twice."""
         self._driver.shutdown()
 
     def __enter__(self) -> LLM:

@@ -1,13 +1,15 @@
 """From what a user calls a model to a Hugging Face directory on this machine.
 
 Owns the cache of converted GGUF files and the embedded default model. Must not know what is in a checkpoint beyond that
-config.json makes one. Called by `raytp.llm` and by `raytp info`, before anything is started.
+config.json makes one. Called by `raytp.llm` and by `raytp info`, before anything is started, and by each rank for its
+own node.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,6 +29,8 @@ _CONVERTER_VERSION = 1
 """Part of each cache key: raise it when the converter's output changes."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})")
+"""A folder of Hugging Face's cache, on any node."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _HUB_FOLDERS = ["*/*"]
 """Folders of a hub repository hold other formats of the same weights."""
@@ -67,6 +71,34 @@ def resolve_model(model: str | os.PathLike[str] | None, on_progress: ProgressCal
     raise ModelNotFoundError(
         f"there is no model at {path}: name a Hugging Face directory, a .gguf file or a hub id such as Qwen/Qwen3-0.6B"
     )
+
+
+def find_on_this_node(path: Path) -> Path:
+    """Where this node has the model that another one has at `path`.
+
+    What came from the hub there, or from the default model's package, comes from it here too, in the same revision.
+    Anything else is at the same path, or not on this node: `path` itself is returned.
+
+    Raises ModelNotFoundError if the hub does not give it, and ConfigError if the cache cannot be written.
+    """
+    if snapshot := _SNAPSHOT.fullmatch(str(path)):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        for known in (path, Path(HF_HUB_CACHE, *path.parts[-3:])):
+            if _is_whole(known):  # asking the hub takes its time where there is no network
+                return known
+        return _download("{owner}/{name}".format(**snapshot.groupdict()), None, snapshot["revision"]).path
+    if not path.is_dir() and path.name.startswith(f"{_DEFAULT_NAME}."):
+        own = _convert_once(_find_default_gguf(), None)
+        return own if own.name == path.name else path
+    return path
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """Whether the weights are there: another rank of the node may be downloading them now."""
+    index = snapshot / "model.safetensors.index.json"
+    names = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    return all((snapshot / name).is_file() for name in ["config.json", *names])
 
 
 def _find_default_gguf() -> Path:
@@ -146,7 +178,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(hub_id: str, on_progress: ProgressCallback | None) -> LocalModel:
+def _download(hub_id: str, on_progress: ProgressCallback | None, revision: str | None = None) -> LocalModel:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -154,7 +186,7 @@ def _download(hub_id: str, on_progress: ProgressCallback | None) -> LocalModel:
     if on_progress:
         on_progress(description, 0.0)
     try:
-        path = snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_FOLDERS)
+        path = snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_FOLDERS)
     except GatedRepoError as error:
         raise ModelNotFoundError(
             f"{hub_id} asks for consent: give it on the model's page, then hf auth login"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.step import IntArray
-from scheduler.updates import TokenLogprobs
+from scheduler.updates import SchedulerStats, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ class OutputChunk:
 
     text: str
     token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache served."""
     finish_reason: str | None = None
     error: str | None = None
 
@@ -133,5 +135,40 @@ class EngineInfo:
     max_num_batched_tokens: int
     weight_bytes: int
     """Of the largest rank."""
+    peak_host_bytes: int
+    """Of its host's memory, what the rank that needed most held beyond its start while it loaded its weights."""
     load_s: float
     """Of the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """That the ranks have died, and others have taken their place."""
+
+    epoch: int
+    """Of the new ranks; the first ones were epoch 0."""
+    report: str
+    """What had happened to the old ones."""
+    noticed_at: float
+    """When that was noticed, as time.time() counts."""
+    rebuild_s: float
+    """From then until the new ones were ready, what was found out about the old ones included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """A shared engine, as those see it who have only its name."""
+
+    name: str
+    model_name: str
+    model_digest: str
+    """See `raytp.model_files`."""
+    num_ranks: int
+    stage: str
+    """How far its start-up has come; "ready" or "failed" at the end."""
+    error: str | None = None
+    """Why it has failed."""
+    info: EngineInfo | None = None
+    """Once it is ready."""
+    stats: SchedulerStats | None = None
+    """Its load, if it says so in time."""

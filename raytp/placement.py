@@ -61,4 +61,6 @@ def describe_shortage(bundles: list[dict[str, float]], strategy: str, waited_s: 
         )
     else:
         lines.append("Free some, add nodes, or raise placement_timeout_s if the autoscaler needs longer.")
+    if "CPU" in wanted:
+        lines.append("It would run on CPUs. To wait for a node with GPUs instead, set device='cuda' (--device cuda).")
     return "\n".join(lines)

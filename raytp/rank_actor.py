@@ -6,12 +6,18 @@ Made by `raytp.rank_group`.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
+from raytp.autopsy import count_oom_kills
+from raytp.errors import ModelNotFoundError
+from raytp.model_source import find_on_this_node
 from workers.channel import ChannelAddress
 from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
@@ -26,13 +32,16 @@ class RankActor:
     """See `workers.worker.Worker` for each method."""
 
     def __init__(self, config: WorkerConfig, rank: int, epoch: int) -> None:
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # says in the log which signal has ended the process, and where it was
         self._config = config
         self._rank = rank
         self._epoch = epoch
         self._worker: Worker | None = None
 
     def node_info(self) -> NodeInfo:
-        """Where this rank runs."""
+        """Where this rank runs. A model of the hub that the node does not have is downloaded first."""
+        self._config = replace(self._config, model_path=self._find_model())
         self._made_worker()  # all ranks import torch at once, not the others after rank 0
         node_id = ray.get_runtime_context().get_node_id()
         gpu_ids = ray.get_gpu_ids()
@@ -42,6 +51,8 @@ class RankActor:
             node_id=node_id,
             pid=os.getpid(),
             gpu_id=str(gpu_ids[0]) if gpu_ids else "",
+            log_path=_stderr_path(),
+            num_oom_kills=count_oom_kills(),
         )
 
     @ray.method(concurrency_group="status")
@@ -83,9 +94,21 @@ class RankActor:
         """Run one step."""
         return self._made_worker().execute(data)
 
+    def _find_model(self) -> str:
+        try:
+            return str(find_on_this_node(Path(self._config.model_path)))
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"rank {self._rank} on node {socket.gethostname()}: {error}") from error
+
     def _made_worker(self) -> Worker:
         if self._worker is None:
             from workers.worker import Worker
 
             self._worker = Worker(self._config, self._rank, self._epoch)
         return self._worker
+
+
+def _stderr_path() -> str:
+    """The file that standard error goes to; empty if it is no file."""
+    path = os.readlink("/proc/self/fd/2")
+    return path if os.path.isfile(path) else ""

@@ -1,7 +1,7 @@
-"""All rank actors of one engine: placed, started in order, connected, and killed together.
+"""All rank actors of one epoch: placed, started in order, connected, and killed together.
 
-Owns the placement group and the actor handles. Called by `raytp.driver`; hands the step loop a `Transport` and keeps
-out of it. Next hop of a request: `raytp.transport`.
+Owns the placement group and the actor handles. Called by `raytp.rank_supply`; hands the step loop a `Transport` and
+keeps out of it. Next hop of a request: `raytp.transport`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raytp.autopsy import describe_end, examine, kill_processes
 from raytp.config import EngineConfig
-from raytp.errors import EngineClosedError, PlacementError, RankFailedError, RaytpError, StartTimeoutError
+from raytp.errors import (
+    EngineClosedError,
+    PlacementError,
+    RankDiedError,
+    RankFailedError,
+    RaytpError,
+    RendezvousError,
+    StartTimeoutError,
+)
 from raytp.placement import describe_shortage, group_name, remove_abandoned_groups
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
-from raytp.transport import SocketTransport, Transport
+from raytp.transport import GRACE_S, SocketTransport, Transport
 from workers.channel import Listener
 from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
@@ -31,12 +40,19 @@ StatusCallback = Callable[[str, float], None]
 class RankGroup:
     """One epoch's ranks. `start` builds everything or nothing; `close` leaves no actor and no placement group."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, epoch: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker_config: WorkerConfig,
+        epoch: int,
+        placement_group: PlacementGroup | None = None,
+    ) -> None:
+        """`placement_group`: of the ranks before these."""
         self._config = config
         self._worker_config = worker_config
         self._epoch = epoch
         self._key = secrets.token_bytes(32)
-        self._placement_group: PlacementGroup | None = None
+        self._placement_group = placement_group
         self._ranks: list[Any] = []
         self._run_refs: list[Any] = []
         self._is_closed = False
@@ -45,7 +61,8 @@ class RankGroup:
     def start(self, on_status: StatusCallback) -> tuple[Transport, list[LoadReport]]:
         """Place, spawn, join, load, agree on the pool's size, and connect.
 
-        Raises EngineError, or a RaytpError that a rank raised, after taking down what had been built.
+        Raises EngineError, or a RaytpError that a rank raised. The ranks are dead then; of a group that can be tried
+        again, since they have died by themselves, the placement group is kept.
         """
         try:
             on_status("waiting for resources", 0.0)
@@ -60,17 +77,34 @@ class RankGroup:
             num_kv_blocks = min(report.num_kv_blocks for report in reports)
             self._wait([rank.allocate.remote(num_kv_blocks) for rank in self._ranks], "allocating the KV cache")
             return self._connect(), reports
+        except (RankDiedError, RendezvousError):
+            self.kill_ranks()
+            raise
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Kill every rank and give the resources back; may be called at any time, from another thread, and twice."""
-        self._is_closed = True
+    def examine(self, failure: RaytpError) -> str:
+        """A failure of these ranks, with all that can be found out about those that have died."""
+        return "\n".join(filter(None, (str(failure), examine(self.nodes, self._run_refs))))
+
+    def give_away_placement(self) -> PlacementGroup | None:
+        """For the next ranks: from now on it is theirs to remove."""
+        given, self._placement_group = self._placement_group, None
+        return given
+
+    def kill_ranks(self) -> None:
+        """Also those that are stopped, which do not hear of it when Ray wants them to end."""
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 ray.kill(rank, no_restart=True)
+        kill_processes(self.nodes)
         self._ranks = []
+
+    def close(self) -> None:
+        """Kill every rank and give the resources back; may be called at any time, from another thread, and twice."""
+        self._is_closed = True
+        self.kill_ranks()
         if self._placement_group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement_group)
@@ -96,9 +130,10 @@ class RankGroup:
             raise EngineClosedError("the engine was shut down before it had started")
         resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
         bundles = [{resource: 1.0}] * self._worker_config.world_size
-        remove_abandoned_groups()
-        name = group_name(str(ray.get_runtime_context().get_actor_id()))
-        self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
+        if self._placement_group is None:
+            remove_abandoned_groups()
+            name = group_name(str(ray.get_runtime_context().get_actor_id()))
+            self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
         if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
             raise PlacementError(
                 describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
@@ -143,9 +178,9 @@ class RankGroup:
         return self._wait(refs, "loading weights", on_wait=report_slowest)
 
     def _connect(self) -> Transport:
-        timeout_s = self._config.step_timeout_s
+        settings = (self.names, self._epoch, self._config.step_timeout_s, self._config.heartbeat_timeout_s)
         if self._config.transport == "ray":
-            return RayTransport(self._ranks, self.names, self._epoch, timeout_s)
+            return RayTransport(self._ranks, *settings)
         context = ray.get_runtime_context()
         is_local = [node.node_id == context.get_node_id() for node in self.nodes]
         listener = Listener(self._key, self._epoch, None if all(is_local) else ray.util.get_node_ip_address())
@@ -153,13 +188,12 @@ class RankGroup:
             address = listener.local_address if local else listener.remote_address
             self._run_refs.append(rank.run.remote(address, self._key))
         connections = listener.accept_ranks(len(self._ranks), self._config.startup_timeout_s, self._check_running)
-        return SocketTransport(connections, self.names, self._epoch, timeout_s)
+        return SocketTransport(connections, *settings)
 
     def _check_running(self) -> None:
         """Raises what has ended a rank's run loop before it could connect."""
-        done, _ = ray.wait(self._run_refs, num_returns=len(self._run_refs), timeout=0, fetch_local=False)
-        for ref in done:
-            self._raise_failure(ref, self._run_refs.index(ref), "connecting to the driver")
+        if ray.wait(self._run_refs, timeout=0, fetch_local=False)[0]:
+            self._raise_failure(self._run_refs, "connecting to the driver")
 
     def _wait(self, refs: list[Any], what: str, on_wait: Callable[[], None] | None = None) -> list[Any]:
         """The values of one call on each of the first len(refs) ranks. The first failure ends the wait."""
@@ -167,8 +201,8 @@ class RankGroup:
         pending = refs
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=0.2, fetch_local=False)
-            for ref in done:
-                self._raise_failure(ref, refs.index(ref), what)
+            if any(_failure(ref) for ref in done):
+                self._raise_failure(refs, what)
             if pending and time.monotonic() > deadline:
                 late = ", ".join(self._name(refs.index(ref)) for ref in pending)
                 raise StartTimeoutError(
@@ -179,16 +213,28 @@ class RankGroup:
                 on_wait()
         return [ray.get(ref) for ref in refs]
 
-    def _raise_failure(self, ref: Any, rank: int, what: str) -> None:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
+    def _raise_failure(self, refs: list[Any], what: str) -> None:
+        """One of these calls, one a rank, has failed. A death explains what others raise, and may be noticed later."""
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
+        failures = {refs.index(ref): failure for ref in done if (failure := _failure(ref)) is not None}
+        for rank, error in failures.items():
+            if not isinstance(error, ray.exceptions.RayTaskError):  # then it is about the actor
+                end = describe_end(self.nodes[rank] if self.nodes else None, str(error))
+                raise RankDiedError(f"{self._name(rank)} died while {what}: {end}") from error
+        for rank, error in failures.items():
             if isinstance(error.cause, RaytpError):
                 raise error.cause from error
             reason = f"{type(error.cause).__name__}: {error.cause}"
             raise RankFailedError(f"{self._name(rank)} failed while {what} with {reason}\n{error}") from error
-        except ray.exceptions.RayActorError as error:
-            raise RankFailedError(f"{self._name(rank)} died while {what}: {error}") from error
 
     def _name(self, rank: int) -> str:
         return self.names[rank] if self.nodes else f"rank {rank}"
+
+
+def _failure(ref: Any) -> Any:
+    """The exception that a finished call ended with, None if it ended well."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
+    return None

@@ -1,4 +1,4 @@
-"""Finds the Ray to run on, or starts one. Called by `raytp.llm`, before anything else touches Ray."""
+"""Finds the Ray to run on, or starts one. Called by `raytp.connection`, before anything else touches Ray."""
 
 from __future__ import annotations
 
@@ -26,28 +26,45 @@ def ensure_ray(num_ranks: int) -> None:
     """
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS")
+    if os.environ.get("RAY_ADDRESS"):
+        join_ray()
+        return
     try:
-        if address:
-            _wait_for_listener(address)
-        with _interrupt_deferred():
-            _start_or_join(address, num_ranks)
+        with interrupt_deferred():
+            _start_ray(num_ranks)
     except Exception as error:  # Ray raises many kinds, few of them its own
-        if address:
-            raise EngineError(
-                f"the Ray cluster at RAY_ADDRESS={address} cannot be joined ({error}): start it, or unset RAY_ADDRESS "
-                f"to run on this machine alone"
-            ) from error
         raise EngineError(
             f"Ray cannot be started on this machine: {error} (it needs room in a temporary folder with a short path, "
             f"which RAY_TMPDIR can name, and memory in /dev/shm)"
         ) from error
 
 
-def _start_or_join(address: str | None, num_ranks: int) -> None:
-    if address:
-        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+def join_ray() -> None:
+    """Use the Ray this process has, else the cluster of RAY_ADDRESS, else the one that runs on this machine.
+
+    Raises EngineError if it cannot be joined, or there is none.
+    """
+    if ray.is_initialized():
         return
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            _wait_for_listener(address)
+        with interrupt_deferred():
+            ray.init(address=None if address else "auto", log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as error:
+        if address:
+            raise EngineError(
+                f"the Ray cluster at RAY_ADDRESS={address} cannot be joined ({error}): start it, or unset RAY_ADDRESS "
+                f"to use this machine"
+            ) from error
+        raise EngineError(
+            f"no Ray cluster was found on this machine ({error}): start one that stays with ray start --head, or set "
+            f"RAY_ADDRESS to the address of another one"
+        ) from error
+
+
+def _start_ray(num_ranks: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         address="local",
@@ -77,13 +94,17 @@ def _wait_for_listener(address: str) -> None:
             time.sleep(0.5)
 
 
-def cluster_has_gpus() -> bool:
-    """Whether any node that is up now has a GPU."""
-    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+def choose_device() -> str:
+    """Where ranks run if nobody says: "cuda" if a node that is up now has a GPU, "cpu" if there are only CPUs.
+
+    A head node that offers neither, alone, waits for its autoscaler: that is taken for "cuda".
+    """
+    resources = ray.cluster_resources()
+    return "cpu" if resources.get("CPU", 0) > 0 and not resources.get("GPU", 0) > 0 else "cuda"
 
 
 @contextmanager
-def _interrupt_deferred() -> Iterator[None]:
+def interrupt_deferred() -> Iterator[None]:
     """Let Ctrl-C wait for the end of the block.
 
     Starting Ray forks. Python loses an interrupt that arrives in its fork hooks, and keeps the lock of `logging`, which

@@ -13,22 +13,29 @@ from typing import Any, Literal
 import ray
 
 from raytp.errors import RankFailedError, StepTimeoutError
-from raytp.transport import GRACE_S, Transport, describe_failures
+from raytp.transport import GRACE_S, Transport, describe_failures, describe_silence
 from scheduler.step import Step, StepResult
 from workers.frames import ERROR, STEP, ErrorReport, Frame, FrameDecoder, encode, read_error, read_result, step_body
+
+_PING_S = 1.0
 
 
 class RayTransport(Transport):
     """Calls `execute` on every rank for every step; Ray keeps the calls of one caller in order."""
 
-    def __init__(self, ranks: Sequence[Any], names: Sequence[str], epoch: int, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Sequence[Any], names: Sequence[str], epoch: int, timeout_s: float, heartbeat_timeout_s: float
+    ) -> None:
         """`ranks`: the actor handles, in rank order."""
         self._ranks = ranks
         self._names = names
         self._epoch = epoch
         self._timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder = FrameDecoder(epoch)
         self._in_flight: deque[list[Any]] = deque()
+        self._pings = [(rank.status.remote(), time.monotonic()) for rank in ranks]
+        """The question to each rank whether it is there, and when it was put."""
 
     def send(self, step: Step) -> None:
         """See `Transport.send`."""
@@ -42,7 +49,9 @@ class RayTransport(Transport):
         failures: dict[int, ErrorReport | None] = {}
         pending, result = refs, None
         while pending and (left := deadline - time.monotonic()) > 0:
-            done, pending = ray.wait(pending, num_returns=1, timeout=left, fetch_local=False)
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(left, _PING_S), fetch_local=False)
+            if not done and not failures:
+                self.check()
             for ref in done:
                 outcome = self._read(refs.index(ref), ref)
                 if isinstance(outcome, StepResult):
@@ -56,6 +65,23 @@ class RayTransport(Transport):
             late = ", ".join(self._names[refs.index(ref)] for ref in pending)
             raise StepTimeoutError(f"no answer within step_timeout_s={self._timeout_s:g} from {late}")
         return result
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        now = time.monotonic()
+        silent = []
+        for rank, (ping, asked_at) in enumerate(self._pings):
+            if ray.wait([ping], timeout=0, fetch_local=False)[0]:
+                try:
+                    ray.get(ping)
+                except ray.exceptions.RayActorError:
+                    raise RankFailedError(describe_failures({rank: None}, self._names)) from None
+                if now - asked_at > _PING_S:
+                    self._pings[rank] = (self._ranks[rank].status.remote(), now)
+            elif now - asked_at > self._heartbeat_timeout_s:
+                silent.append(self._names[rank])
+        if silent:
+            raise RankFailedError(describe_silence(silent, self._heartbeat_timeout_s))
 
     def close(self) -> None:
         """See `Transport.close`; nothing to do, since the ranks end with their actors."""

@@ -19,6 +19,7 @@ from scheduler.step import Step, StepResult
 from workers.channel import set_timeouts
 from workers.frames import (
     ERROR,
+    RESULT,
     SHUTDOWN,
     STEP,
     ErrorReport,
@@ -30,6 +31,7 @@ from workers.frames import (
     step_body,
 )
 
+_LISTEN_S = 1.0
 GRACE_S = 0.5
 """After a first failure, how long to listen for what the other ranks have to say: the first is not always the cause."""
 
@@ -46,6 +48,10 @@ class Transport(ABC):
         """The oldest result not yet received. Raises RankFailedError or StepTimeoutError."""
 
     @abstractmethod
+    def check(self) -> None:
+        """With nothing to receive: raises RankFailedError if a rank has ended or fallen silent. Does not wait."""
+
+    @abstractmethod
     def close(self) -> None:
         """Tell the ranks to end; never raises for a rank that is already gone."""
 
@@ -53,18 +59,27 @@ class Transport(ABC):
 class SocketTransport(Transport):
     """One stream connection for each rank; waits on all of them at once, so that any rank's end is noticed."""
 
-    def __init__(self, connections: Sequence[Connection], names: Sequence[str], epoch: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        names: Sequence[str],
+        epoch: int,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+    ) -> None:
         """`names` say what to call each rank in an error."""
         self._connections = connections
         self._names = names
         self._epoch = epoch
         self._timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder = FrameDecoder(epoch)
+        self._heard_at = [time.monotonic()] * len(connections)
         self._poller = select.poll()
         self._rank_of_fd = {connection.fileno(): rank for rank, connection in enumerate(connections)}
         for connection in connections:
             self._poller.register(connection.fileno(), select.POLLIN)
-            set_timeouts(connection, receive_s=timeout_s, send_s=timeout_s)
+            set_timeouts(connection, receive_s=min(timeout_s, heartbeat_timeout_s), send_s=timeout_s)
 
     def send(self, step: Step) -> None:
         """See `Transport.send`."""
@@ -82,22 +97,39 @@ class SocketTransport(Transport):
 
     def receive(self) -> StepResult:
         """See `Transport.receive`."""
-        ready = self._poll(self._timeout_s)
-        if not ready:
-            raise StepTimeoutError(
-                f"no rank answered within step_timeout_s={self._timeout_s:g}. One of {', '.join(self._names)} is "
-                f"stuck, or the step needs longer: then raise the time-out, or lower max_num_batched_tokens"
-            )
+        deadline = time.monotonic() + self._timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            result = self._listen(min(left, _LISTEN_S))
+            if result is not None:
+                return result
+        raise StepTimeoutError(
+            f"no rank answered within step_timeout_s={self._timeout_s:g}. One of {', '.join(self._names)} is "
+            f"stuck, or the step needs longer: then raise the time-out, or lower max_num_batched_tokens"
+        )
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        while self._poll(0):
+            self._listen(0)
+        self._listen(0)
+
+    def _listen(self, timeout_s: float) -> StepResult | None:
+        """Read what each rank has sent; the result, if it came. Raises RankFailedError for the dead and the silent."""
         failures = {}
         result = None
-        for rank in ready:
-            outcome = self._read(rank)
-            if isinstance(outcome, StepResult):
-                result = outcome
-            else:
-                failures[rank] = outcome
-        if failures or result is None:
+        for rank in self._poll(timeout_s):
+            frame = self._read(rank)
+            self._heard_at[rank] = time.monotonic()
+            if frame is None or frame.kind == ERROR:
+                failures[rank] = None if frame is None else read_error(frame)
+            elif frame.kind == RESULT:
+                result = read_result(frame)
+        if failures:
             raise RankFailedError(self._failures(failures))
+        silent_since = time.monotonic() - self._heartbeat_timeout_s
+        silent = [name for name, heard_at in zip(self._names, self._heard_at, strict=True) if heard_at < silent_since]
+        if silent:
+            raise RankFailedError(describe_silence(silent, self._heartbeat_timeout_s))
         return result
 
     def close(self) -> None:
@@ -111,38 +143,49 @@ class SocketTransport(Transport):
     def _poll(self, timeout_s: float) -> list[int]:
         return [self._rank_of_fd[fd] for fd, _ in self._poller.poll(timeout_s * 1000)]
 
-    def _read(self, rank: int) -> StepResult | ErrorReport | None:
-        """What a rank that is ready to read has sent; None if its connection has ended."""
+    def _read(self, rank: int) -> Frame | None:
+        """The next of what a rank has sent; None if its connection has ended."""
         try:
-            frame = self._decoder.decode(self._connections[rank].recv_bytes())
+            return self._decoder.decode(self._connections[rank].recv_bytes())
         except BlockingIOError:
-            raise StepTimeoutError(
-                f"{self._names[rank]} stopped in the middle of an answer for step_timeout_s={self._timeout_s:g}"
-            ) from None
+            raise StepTimeoutError(f"{self._names[rank]} stopped in the middle of an answer") from None
         except (EOFError, OSError):
             self._poller.unregister(self._connections[rank].fileno())
             return None
-        return read_error(frame) if frame.kind == ERROR else read_result(frame)
 
     def _failures(self, failures: dict[int, ErrorReport | None]) -> str:
         """What is wrong with which rank, with what arrives within the grace period; each rank once."""
         deadline = time.monotonic() + GRACE_S
         while len(failures) < len(self._connections) and (left := deadline - time.monotonic()) > 0:
             for rank in self._poll(left):
-                outcome = self._read(rank)
-                if not isinstance(outcome, StepResult) and failures.get(rank) is None:
-                    failures[rank] = outcome
+                frame = self._read(rank)
+                if (frame is None or frame.kind == ERROR) and failures.get(rank) is None:
+                    failures[rank] = None if frame is None else read_error(frame)
         return describe_failures(failures, self._names)
 
 
+def describe_silence(names: Sequence[str], heartbeat_timeout_s: float) -> str:
+    """These ranks' processes do not even say that they are alive."""
+    return (
+        f"nothing was heard of {', '.join(names)} for heartbeat_timeout_s={heartbeat_timeout_s:g}: stopped, swapped "
+        f"out, or cut off from the network"
+    )
+
+
 def describe_failures(failures: dict[int, ErrorReport | None], names: Sequence[str]) -> str:
-    """One text for all failed ranks; None stands for a rank that died without a word."""
+    """One text for all failed ranks; None stands for a rank that died without a word.
+
+    Where one died, what the others raised is most likely its consequence: a line is enough for each of them.
+    """
     if not failures:
         return "a rank failed, and no rank said why"
-    lines = []
+    lines = [f"{names[rank]} died without a word" for rank, report in sorted(failures.items()) if report is None]
+    is_consequence = bool(lines)
     for rank, report in sorted(failures.items()):
-        if report is None:
-            lines.append(f"{names[rank]} died without a word: killed from outside, or out of memory?")
-        else:
-            lines.append(f"{names[rank]} raised {report.type}: {report.message}\n{report.traceback}")
+        if report is not None:
+            what = f"{names[rank]} raised {report.type}: "
+            if is_consequence:
+                lines.append(what + report.message.partition("\n")[0])
+            else:
+                lines.append(f"{what}{report.message}\n{report.traceback}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raytp.config import EngineConfig
 from raytp.errors import ConfigError
-from raytp.ray_runtime import cluster_has_gpus
+from raytp.ray_runtime import choose_device
 from workers.config import WorkerConfig
 from workers.model_config import ModelConfig
 from workers.shard_plan import plan_shards
@@ -23,9 +23,7 @@ def make_worker_config(config: EngineConfig, model: ModelConfig, path: Path, num
 
     Raises ConfigError if the model cannot be run or split as the settings ask.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if cluster_has_gpus() else "cpu"
+    device = choose_device() if config.device == "auto" else config.device
     dtype = config.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
@@ -48,6 +46,7 @@ def make_worker_config(config: EngineConfig, model: ModelConfig, path: Path, num
         num_valid_tokens=num_token_ids,
         num_threads=max(1, ((os.cpu_count() or 1) - 1) // config.tensor_parallel_size),  # one core for the driver
         timeout_s=config.startup_timeout_s,
+        faults=config.faults,
     )
 
 

@@ -21,12 +21,14 @@ MAY_IMPORT = {
 }
 STEP_CONTRACT = {"scheduler.step", "scheduler.errors"}
 PLACES_ACTORS = {
+    "raytp/autopsy.py",
     "raytp/driver_client.py",
     "raytp/placement.py",
     "raytp/rank_actor.py",
     "raytp/rank_group.py",
     "raytp/ray_runtime.py",
     "raytp/ray_transport.py",
+    "raytp/shared_engines.py",
 }
 
 

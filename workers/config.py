@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.faults import Fault
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -37,6 +39,7 @@ class WorkerConfig:
     """Threads of a rank on a CPU."""
     timeout_s: float
     """Deadline for the rendezvous, and for reaching the driver."""
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class NodeInfo:
     pid: int
     gpu_id: str
     """The GPU that Ray gave it, as CUDA_VISIBLE_DEVICES names it; empty on a CPU."""
+    log_path: str
+    """Where its standard error goes, on its own node; empty if that is no file."""
+    num_oom_kills: int
+    """Processes that its node's kernel had killed for want of memory before."""
 
 
 @dataclass(frozen=True, slots=True)

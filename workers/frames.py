@@ -23,8 +23,8 @@ from workers.errors import FrameError
 
 PROTOCOL_VERSION = 1
 
-HELLO, STEP, RESULT, ERROR, SHUTDOWN = "hello", "step", "result", "error", "shutdown"
-_KINDS = frozenset((HELLO, STEP, RESULT, ERROR, SHUTDOWN))
+HELLO, STEP, RESULT, ERROR, HEARTBEAT, SHUTDOWN = "hello", "step", "result", "error", "heartbeat", "shutdown"
+_KINDS = frozenset((HELLO, STEP, RESULT, ERROR, HEARTBEAT, SHUTDOWN))
 _NUMBERED = frozenset((STEP, RESULT))
 _DIGEST_BYTES = 8
 

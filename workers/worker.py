@@ -6,6 +6,7 @@ wrong in a step is answered with one ERROR frame that carries the traceback; the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,11 +17,14 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from scheduler.errors import ConfigError
 from workers.channel import ChannelAddress, connect
 from workers.config import DeviceProfile, LoadReport, WorkerConfig, WorkerStatus
 from workers.errors import FrameError, ModelNotFoundError
+from workers.faults import FaultInjector
 from workers.frames import (
     ERROR,
+    HEARTBEAT,
     RESULT,
     SHUTDOWN,
     STEP,
@@ -37,6 +41,8 @@ from workers.parallel import Store, TensorParallel, create_store
 
 logger = logging.getLogger(__name__)
 
+_HEARTBEAT_INTERVAL_S = 1.0
+
 
 class Worker:
     """The methods are called in this order: `open_rendezvous` (rank 0), `join`, `load`, `allocate`,
@@ -48,6 +54,7 @@ class Worker:
         self._epoch = epoch
         self._status = WorkerStatus("starting", 0.0)
         self._store: Store | None = None
+        self._faults = FaultInjector(config.faults, rank, epoch)
         self._decoder = FrameDecoder(epoch)
         self._send_lock = threading.Lock()
         """Results and an error may come from two threads, and a frame may take several writes."""
@@ -64,12 +71,14 @@ class Worker:
     def join(self, host: str, port: int, node_ip: str, gpu_index: int) -> None:
         """Form the process group with the other ranks, on the visible GPU `gpu_index`.
 
-        Raises RendezvousError within the deadline.
+        Raises RendezvousError within the deadline, and ConfigError if there is no such GPU.
         """
         self._status = WorkerStatus("joining", 0.0)
+        self._faults.reach("rendezvous")
         config = self._config
         self._device = torch.device(config.device)
         if config.device == "cuda":
+            self._check_gpu(gpu_index)
             torch.cuda.set_device(gpu_index)
             self._device = torch.device("cuda", gpu_index)
         else:
@@ -89,6 +98,15 @@ class Worker:
             node_ip=node_ip,
         )
 
+    def _check_gpu(self, gpu_index: int) -> None:
+        """Ray counts GPUs without asking whether this torch can use them."""
+        if torch.cuda.device_count() <= gpu_index:
+            raise ConfigError(
+                f"rank {self._rank} was given a GPU of node {socket.gethostname()}, but torch {torch.__version__} can "
+                f"use {torch.cuda.device_count() or 'none'} there: install the NVIDIA driver and a CUDA build of torch "
+                f"on that node, or run on CPUs with device='cpu' (--device cpu)"
+            )
+
     def load(self) -> LoadReport:
         """Load the shard; returns what was measured, the number of KV-cache blocks that would fit among it."""
         self._status = WorkerStatus("loading weights", 0.0)
@@ -98,8 +116,14 @@ class Worker:
                 f"rank {self._rank} finds no folder {path} on its node {socket.gethostname()}: put the model where "
                 f"every node can read it, on a shared file system say"
             )
+        self._faults.reach("loading")
         self._runner = ModelRunner(self._config, self._tp, self._device)
-        return self._runner.load(lambda fraction: setattr(self, "_status", WorkerStatus("loading weights", fraction)))
+        return self._runner.load(self._report_loading)
+
+    def _report_loading(self, fraction: float) -> None:
+        self._status = WorkerStatus("loading weights", fraction)
+        if fraction == 1:
+            self._faults.reach("warm-up")
 
     def allocate(self, num_kv_blocks: int) -> None:
         """Make the KV-cache pool."""
@@ -113,14 +137,17 @@ class Worker:
         outcomes: queue.SimpleQueue[StepOutcome | None] = queue.SimpleQueue()
         answering = threading.Thread(target=self._answer, args=(connection, outcomes), name="raytp-answer", daemon=True)
         answering.start()
+        is_over = threading.Event()
+        threading.Thread(target=self._beat, args=(connection, is_over), name="raytp-beat", daemon=True).start()
         try:
             while (frame := self._receive(connection)) is not None:
-                outcome = self._runner.execute(read_step(frame))
+                outcome = self._execute(frame)
                 if outcome is not None:
                     outcomes.put(outcome)
         except Exception as error:
             self._send_error(connection, error)
         finally:
+            is_over.set()
             outcomes.put(None)
             answering.join(timeout=self._config.timeout_s)
             connection.close()
@@ -128,10 +155,15 @@ class Worker:
     def execute(self, data: bytes) -> bytes | None:
         """Run one frame and return the answer, for the transport that uses plain actor calls."""
         try:
-            outcome = self._runner.execute(read_step(self._decoder.decode(data)))
+            outcome = self._execute(self._decoder.decode(self._faults.damage(data)))
             return None if outcome is None else self._encode_outcome(outcome)
         except Exception as error:
             return self._encode_error(error)
+
+    def _execute(self, frame: Frame) -> StepOutcome | None:
+        step = read_step(frame)
+        self._faults.reach("decode" if len(step.token_ids) == len(step.slots) else "prefill")
+        return self._runner.execute(step)
 
     def profile(self, duration_s: float) -> DeviceProfile | None:
         """What the GPU does in the next `duration_s` for the steps that go on meanwhile; None on a CPU."""
@@ -148,7 +180,9 @@ class Worker:
         except (EOFError, OSError):
             logger.info("rank %d: the driver has closed the connection", self._rank)
             return None
-        frame = self._decoder.decode(data)
+        frame = self._decoder.decode(self._faults.damage(data))
+        if frame.kind == SHUTDOWN:
+            self._faults.reach("shutdown")
         if frame.kind not in (STEP, SHUTDOWN):
             raise FrameError(f"a rank cannot do anything with a frame of kind {frame.kind}")
         return frame if frame.kind == STEP else None
@@ -162,6 +196,13 @@ class Worker:
             logger.info("rank %d: the driver does not take results any more", self._rank)
         except Exception as error:
             self._send_error(connection, error)
+
+    def _beat(self, connection: Connection, is_over: threading.Event) -> None:
+        """Tell the driver that this process is alive, however long the step takes that another thread is in."""
+        data = encode(Frame(self._epoch, 0, HEARTBEAT, None))
+        with contextlib.suppress(OSError):
+            while not is_over.wait(_HEARTBEAT_INTERVAL_S):
+                self._send(connection, data)
 
     def _encode_outcome(self, outcome: StepOutcome) -> bytes:
         result = outcome.wait()

@@ -1,8 +1,8 @@
 """Batch jobs: rows of files in, records out, each exactly once however often the job is killed and run again.
 
 `api.batch` is `raytp.batch`, and what `raytp batch` calls: it finds the input (`readers`, `plain_format`,
-`openai_request`), opens the output (`output`, `manifest`, `parts`), and lets `job` drive an engine over what is left to
-do. The package is not named `batch`, for `raytp.batch` is the function.
+`openai_request`), opens the output (`output`, `manifest`, `journal`, `parts`, `locations`), and lets `job` drive an
+engine over what is left to do. The package is not named `batch`, for `raytp.batch` is the function.
 
 Nothing here imports Ray or torch except `api`, when it starts an engine.
 """

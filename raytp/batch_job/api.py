@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
+import fsspec
 
 from raytp.batch_job.job import BatchJob, RecordFormat
+from raytp.batch_job.locations import Location, locate
 from raytp.batch_job.openai_response import OpenAIFormat
 from raytp.batch_job.output import Output
 from raytp.batch_job.plain_format import PlainFormat
 from raytp.batch_job.progress import BatchSummary, JobProgress
 from raytp.batch_job.readers import InputFile, Reader, find_files, find_format, table_schema
 from raytp.batch_job.rows import Engine
-from raytp.errors import ConfigError, RequestError
+from raytp.config import check_shared_alone
+from raytp.errors import BatchError, ConfigError, EngineError, RequestError
+from raytp.model_files import model_digest
 from scheduler.sampling_params import SamplingParams, validate
 
 if TYPE_CHECKING:
     from raytp.llm import LLM
 
 _OUTPUT_FORMATS = ("jsonl", "parquet")
-_MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model")
 
 
 class BatchInterrupted(KeyboardInterrupt):
@@ -38,37 +39,58 @@ class BatchInterrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What is to be done, checked as far as it can be without an engine."""
+class Settings:
+    """How rows become records: the arguments of `batch`."""
 
-    files: Sequence[InputFile]
-    input_format: str
-    output: Path
-    output_format: str
-    errors: Path | None
     sampling: SamplingParams
-    use_chat: bool | None
-    is_ordered: bool
+    chat: bool | None
+    ordered: bool
+    errors: str | os.PathLike[str] | None
     max_failures: int | None
+    input_format: str | None
+    output_format: str | None
+    restart: bool
 
-    def identity(self, model: dict[str, str]) -> dict[str, Any]:
-        """All that decides which record a row becomes."""
-        return {
-            "model": model,
-            "sampling": asdict(self.sampling),
-            "chat": self.use_chat,
-            "ordered": self.is_ordered,
-            "input": {file.url: {"size": file.size, "version": file.version} for file in self.files},
-            "input_format": self.input_format,
-            "output_format": self.output_format,
-            "errors": None if self.errors is None else str(self.errors.absolute()),
-        }
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """The engine that is to do it: arguments of `raytp.LLM`, or a shared one. Raises ConfigError if both are given."""
+
+    model: str | os.PathLike[str] | None
+    tensor_parallel_size: int
+    options: Mapping[str, Any]
+    shared: str | None
+
+    def __post_init__(self) -> None:
+        if self.shared is not None:
+            check_shared_alone(self.shared, self.model, self.tensor_parallel_size, self.options)
+
+    def identity(self) -> dict[str, str]:
+        """What tells its model from others. Raises RaytpError if there is none."""
+        if self.shared is not None:
+            from raytp.connection import describe_engine
+
+            engine = describe_engine(self.shared)
+            return {"name": engine.model_name, "digest": engine.model_digest}
+        from raytp.model_source import resolve_model
+
+        source = resolve_model(self.model)
+        return {"name": source.name, "digest": model_digest(source.path)}
+
+    def start(self, show_progress: bool | None) -> LLM:
+        """The engine, ready. Raises RaytpError."""
+        from raytp.llm import LLM
+
+        if self.shared is not None:
+            return LLM.connect(self.shared, show_progress=show_progress)
+        return LLM(self.model, self.tensor_parallel_size, show_progress=show_progress, **self.options)
 
 
 def batch(
     input: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
+    engine: str | None = None,
     model: str | os.PathLike[str] | None = None,
     tensor_parallel_size: int = 1,
     sampling_params: SamplingParams | None = None,
@@ -86,7 +108,8 @@ def batch(
 
     Arguments:
         input: a path or an fsspec URL of a file, a glob or a folder.
-        output: a .jsonl or .parquet file, or a folder of part files.
+        output: a path or an fsspec URL of a .jsonl or .parquet file, or of a folder of part files.
+        engine: the name of a shared engine, as for `raytp.LLM.connect`; None starts one.
         model, tensor_parallel_size, options: as for `raytp.LLM`.
         sampling_params: holds where a row says nothing else.
         chat: ask prompts of text through the chat template; None does if the model has one.
@@ -101,70 +124,117 @@ def batch(
     Raises BatchError if the output cannot be used, ConfigError for other settings, BatchInterrupted (a
     KeyboardInterrupt) after Ctrl-C, and what `raytp.LLM` raises. A row that fails raises nothing.
     """
-    sampling = sampling_params or SamplingParams()
-    validate(sampling)
-    files = find_files(os.fspath(input))
-    input_format = find_format(files, input_format)
-    path, errors_path = _local(output), None if errors is None else _local(errors)
-    if path == errors_path:
-        raise ConfigError(f"{path} cannot be both the output and the file of errors: name two")
-    job = _Job(
-        files=files,
-        input_format=input_format,
-        output=path,
-        output_format=_find_output_format(path, output_format, input_format),
-        errors=errors_path,
-        sampling=sampling,
-        use_chat=chat,
-        is_ordered=ordered,
+    settings = Settings(
+        sampling=sampling_params or SamplingParams(),
+        chat=chat,
+        ordered=ordered,
+        errors=errors,
         max_failures=max_failures,
+        input_format=input_format,
+        output_format=output_format,
+        restart=restart,
     )
-    from raytp.model_source import resolve_model
-
-    source = resolve_model(model)
-    identity = job.identity({"name": source.name, "digest": model_digest(source.path)})
-
-    def start() -> LLM:
-        from raytp.llm import LLM
-
-        return LLM(model, tensor_parallel_size, show_progress=show_progress, **options)
-
-    return _run(job, identity, start, restart, show_progress)
+    return run_job(input, output, settings, EngineChoice(model, tensor_parallel_size, options, engine), show_progress)
 
 
-def _run(job: _Job, identity: dict[str, Any], start: Any, restart: bool, show_progress: bool | None) -> BatchSummary:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be done, checked as far as it can be without an engine."""
+
+    files: Sequence[InputFile]
+    input_format: str
+    output: Location
+    output_format: str
+    errors: Location | None
+    settings: Settings
+
+    def identity(self, model: Mapping[str, str]) -> dict[str, Any]:
+        """All that decides which record a row becomes."""
+        return {
+            "model": model,
+            "sampling": asdict(self.settings.sampling),
+            "chat": self.settings.chat,
+            "ordered": self.settings.ordered,
+            "input": {file.name: {"size": file.size, "version": file.version} for file in self.files},
+            "input_format": self.input_format,
+            "output_format": self.output_format,
+            "errors": None if self.errors is None else str(self.errors),
+        }
+
+    def summary(self, status: str, output: Output, progress: JobProgress) -> BatchSummary:
+        """What has been done until now."""
+        errors = None if self.errors is None else str(self.errors)
+        return progress.summary(status, output.total, str(self.output), errors)
+
+
+def _plan(input: str | os.PathLike[str], output: str | os.PathLike[str], settings: Settings) -> _Job:
+    validate(settings.sampling)
+    files = find_files(os.fspath(input))
+    input_format = find_format(files, settings.input_format)
+    target, errors = locate(output), None if settings.errors is None else locate(settings.errors)
+    if errors is not None and str(target) == str(errors):
+        raise ConfigError(f"{target} cannot be both the output and the file of errors: name two")
+    output_format = _find_output_format(target, settings.output_format, input_format)
+    return _Job(files, input_format, target, output_format, errors, settings)
+
+
+def run_job(
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    settings: Settings,
+    choice: EngineChoice,
+    show_progress: bool | None,
+) -> BatchSummary:
+    """See `batch`."""
+    job = _plan(input, output, settings)
+    return _run(job, choice, job.identity(choice.identity()), show_progress)
+
+
+def _run(job: _Job, choice: EngineChoice, identity: dict[str, Any], show_progress: bool | None) -> BatchSummary:
     output = Output(job.output, job.errors, job.output_format)
-    errors = None if job.errors is None else str(job.errors)
-    with ExitStack() as stack:
-        stack.callback(output.close)
-        schema = table_schema(job.files) if (job.input_format, job.output_format) == ("parquet", "parquet") else None
-        run_id = output.open(identity, schema, restart=restart)
+    with closing(output):
+        is_typed = (job.input_format, job.output_format) == ("parquet", "parquet")
+        run_id = output.open(identity, table_schema(job.files) if is_typed else None, restart=job.settings.restart)
         if output.is_finished:
-            return JobProgress(output.total, False).summary("complete", output.total, str(job.output), errors)
-        engine = stack.enter_context(start())
-        row_format = _row_format(job, run_id, engine)
-        progress = stack.enter_context(JobProgress(output.total, show_progress))
-        runner = BatchJob(
-            Reader(job.files, job.input_format),
-            row_format,
-            output,
-            progress,
-            is_ordered=job.is_ordered,
-            max_failures=job.max_failures,
-        )
-        status = runner.run(engine)
-        if status == "complete":
-            output.finish()
-        summary = progress.summary(status, output.total, str(job.output), errors)
-    if status == "interrupted":
+            return job.summary("complete", output, JobProgress(output.total, False))
+        try:
+            summary = _work(job, choice, output, run_id, show_progress)
+        except (EngineError, BatchError) as error:
+            raise type(error)(_with_remedy(str(error), output.total.num_rows)) from error
+    if summary.status == "interrupted":
         raise BatchInterrupted(summary)
     return summary
 
 
+def _work(job: _Job, choice: EngineChoice, output: Output, run_id: str, show_progress: bool | None) -> BatchSummary:
+    """Start the engine, and do what is left to do."""
+    with choice.start(show_progress) as engine, JobProgress(output.total, show_progress) as progress:
+        runner = BatchJob(
+            Reader(job.files, job.input_format),
+            _row_format(job, run_id, engine),
+            output,
+            progress,
+            is_ordered=job.settings.ordered,
+            max_failures=job.settings.max_failures,
+        )
+        status = runner.run(engine)
+        if status == "complete":
+            output.finish()
+        return job.summary(status, output, progress)
+
+
+def _with_remedy(message: str, num_done: int) -> str:
+    """The first line, which is what a person sees, also says what to do."""
+    first, newline, rest = message.partition("\n")
+    end = "" if first.endswith((".", "?")) else "."
+    return f"{first}{end} {num_done:,} rows are done, and the same job again does the rest{newline}{rest}"
+
+
 def _row_format(job: _Job, run_id: str, engine: Engine) -> RecordFormat:
+    sampling, use_chat = job.settings.sampling, job.settings.chat
     if job.input_format == "openai":
-        return OpenAIFormat(job.sampling, run_id, engine.model_name, engine.tokenizer)
-    return PlainFormat(job.sampling, _has_chat_template(engine) if job.use_chat is None else job.use_chat)
+        return OpenAIFormat(sampling, run_id, engine.model_name, engine.tokenizer)
+    return PlainFormat(sampling, _has_chat_template(engine) if use_chat is None else use_chat)
 
 
 def _has_chat_template(engine: Engine) -> bool:
@@ -178,37 +248,24 @@ def _has_chat_template(engine: Engine) -> bool:
     return True
 
 
-def model_digest(folder: Path) -> str:
-    """A digest of a model's folder: its small files' content, and its weights' names and sizes."""
-    digest = xxhash.xxh3_128()
-    for path in sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)}):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        if path.suffix in (".json", ".jinja"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise ConfigError(
-            f"{path} is a URL: write to a local or shared folder, which can be locked, and copy from there"
-        )
-    return Path(path).expanduser()
-
-
-def _find_output_format(path: Path, given: str | None, input_format: str) -> str:
+def _find_output_format(output: Location, given: str | None, input_format: str) -> str:
     """Raises ConfigError if settings contradict each other."""
     if given is not None and given not in _OUTPUT_FORMATS:
         raise ConfigError(f"output_format={given!r} must be one of {', '.join(_OUTPUT_FORMATS)}")
-    by_name = path.suffix[1:] if path.suffix[1:] in _OUTPUT_FORMATS else None
+    extension = output.name.rpartition(".")[2]
+    by_name = extension if extension in _OUTPUT_FORMATS else None
     if by_name is not None and given not in (None, by_name):
-        raise ConfigError(f"output_format={given!r} contradicts the name of {path}")
+        raise ConfigError(f"output_format={given!r} contradicts the name of {output}")
     chosen = by_name or given or ("parquet" if input_format == "parquet" else "jsonl")
     if chosen == "parquet" and input_format == "openai":
         raise ConfigError("the output of requests in OpenAI's format is JSONL: give a .jsonl file, or a folder")
     return chosen
 
 
-def write_summary(summary: BatchSummary, path: Path) -> None:
-    """As a JSON object."""
-    path.write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+def write_summary(summary: BatchSummary, url: str) -> None:
+    """As a JSON object, to a path or an fsspec URL. Raises BatchError if it cannot be written."""
+    try:
+        with fsspec.open(url, "w", encoding="utf-8") as opened:
+            opened.write(json.dumps(asdict(summary), indent=1) + "\n")
+    except (OSError, ValueError, ImportError) as error:
+        raise BatchError(f"the summary {url} cannot be written: {error}") from error

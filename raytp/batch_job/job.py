@@ -24,8 +24,8 @@ from raytp.outputs import RequestOutput
 
 _ORDER_WINDOW = 4096
 """Rows that `ordered` may be ahead of the one that is still missing."""
-_GRACE_S = 5.0
-"""For what is in flight at an interrupt."""
+_GRACE_S = {signal.SIGINT: (5.0, "finishing what is in flight"), signal.SIGTERM: (0.0, "committing")}
+"""For what is in flight at a signal, and what to call that."""
 
 
 class RecordFormat(Protocol):
@@ -165,22 +165,31 @@ class BatchJob:
 
     @contextmanager
     def _interrupt_deferred(self) -> Iterator[None]:
-        """The first interrupt lets what is in flight finish; the second one is a KeyboardInterrupt, as usual."""
+        """The first signal lets what is in flight finish, or commits at once; the second one does what it always does.
+
+        SIGTERM is what `ray job stop`, Kubernetes and batch queues send, a few seconds ahead of SIGKILL.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def interrupt(_: int, __: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, earlier)
-            self._deadline_s = time.monotonic() + _GRACE_S
-            self._progress.note("interrupted: finishing what is in flight; once more ends it at once")
+        def interrupt(number: int, _: FrameType | None) -> None:
+            restore()
+            grace_s, what = _GRACE_S[signal.Signals(number)]
+            self._deadline_s = time.monotonic() + grace_s
+            self._progress.note(f"interrupted: {what}; once more ends it at once")
 
-        earlier = signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, interrupt)
+        def restore() -> None:
+            for number, handler in earlier.items():
+                signal.signal(number, handler or signal.SIG_DFL)  # None is one that Python does not know
+
+        earlier = {number: signal.getsignal(number) for number in _GRACE_S}
+        for number in _GRACE_S:
+            signal.signal(number, interrupt)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, earlier)
+            restore()
 
 
 def _duplicate(row: Row | BadRow) -> BadRow:

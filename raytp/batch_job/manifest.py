@@ -1,20 +1,18 @@
 """The manifest: what a run is, and which part files hold which of its rows. Its word counts, not the folder's.
 
-Lines of JSON. The first is written with the file, by an atomic rename; each commit appends one and waits until it is on
-the disk, so a kill leaves at most half a line at the end, which is cut off. Called by `raytp.batch_job.output`.
+Entries of a `raytp.batch_job.journal`: the first says what the run is, each commit makes one more, and the last one is
+that the run is complete. Called by `raytp.batch_job.output`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from raytp.batch_job.parts import sync_folder
+from raytp.batch_job.journal import Journal
 from raytp.errors import BatchError
 
 _VERSION = 1
@@ -66,33 +64,25 @@ class Commit:
 
 
 class Manifest:
-    """The manifest at `path`. Held by one process at a time: see `raytp.batch_job.output`."""
+    """What a journal holds, which the caller has acquired."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def exists(self) -> bool:
-        """Whether a run has begun here."""
-        return self._path.exists()
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
 
     def create(self, identity: Identity) -> str:
         """Begin a run; its name."""
         run_id = uuid.uuid4().hex[:16]
-        partial = self._path.with_suffix(".partial")
-        with open(partial, "w", encoding="utf-8") as opened:
-            opened.write(json.dumps({"version": _VERSION, "run_id": run_id, "identity": identity}) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(partial, self._path)
-        sync_folder(self._path.parent)
+        self._journal.create({"version": _VERSION, "run_id": run_id, "identity": identity})
         return run_id
 
     def reopen(self, identity: Identity) -> str:
         """Go on with a run; its name. Raises BatchError if it is another one."""
-        self._cut_half_line()
-        header = next(self._lines(), {})
+        self._journal.repair()
+        header = next(self._journal.entries(), {})
         if header.get("version") != _VERSION:
-            raise BatchError(f"{self._path} is not the manifest of a batch job of this version: --restart discards it")
+            raise BatchError(
+                f"{self._journal} is not the manifest of a batch job of this version: --restart discards it"
+            )
         differences = _differences(header["identity"], json.loads(json.dumps(identity)))
         if differences:
             raise BatchError(
@@ -104,50 +94,25 @@ class Manifest:
 
     def append(self, commit: Commit) -> None:
         """Enter a commit; its part files must be in place."""
-        self._append(asdict(commit))
+        self._journal.append(asdict(commit))
 
-    def finish(self, files: Sequence[Path]) -> None:
+    def finish(self, files: Sequence[str]) -> None:
         """Enter that the run is complete; `files`: those that all parts have been joined to."""
-        self._append({"is_finished": True, "files": [str(file.absolute()) for file in files]})
+        self._journal.append({"is_finished": True, "files": list(files)})
 
     def commits(self) -> Iterator[Commit]:
         """Every commit so far."""
-        for entry in self._lines():
+        for entry in self._journal.entries():
             if "ordinals" in entry:
                 yield Commit(**(entry | {"counts": Counts(**entry["counts"])}))
 
     def is_finished(self) -> bool:
         """Whether the run is complete."""
-        return any("is_finished" in entry for entry in self._lines())
+        return any("is_finished" in entry for entry in self._journal.entries())
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[str]:
         """Those that all parts have been joined to."""
-        return [Path(file) for entry in self._lines() for file in entry.get("files", ())]
-
-    def remove(self) -> None:
-        """Forget the run."""
-        self._path.unlink()
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        with open(self._path, "ab") as opened:
-            opened.write(json.dumps(entry).encode() + b"\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        with open(self._path, encoding="utf-8") as opened:
-            for number, line in enumerate(opened, start=1):
-                try:
-                    yield dict(json.loads(line))
-                except ValueError:
-                    raise BatchError(f"{self._path}, line {number}, is damaged: --restart discards the run") from None
-
-    def _cut_half_line(self) -> None:
-        with open(self._path, "r+b") as opened:
-            end = 0
-            for line in opened:
-                end += len(line) if line.endswith(b"\n") else 0
-            opened.truncate(end)
+        return [file for entry in self._journal.entries() for file in entry.get("files", ())]
 
 
 def _differences(earlier: Identity, now: Identity, prefix: str = "") -> list[str]:

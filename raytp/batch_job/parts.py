@@ -5,19 +5,21 @@ Called by `raytp.batch_job.output`. JSONL goes straight to its file; of Parquet,
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from raytp.batch_job.json_text import dump_line
+from raytp.batch_job.locations import Location
 from raytp.batch_job.plain_format import OTHER_COLUMNS
 
 
 class PartWriter(Protocol):
     """One part on its way."""
 
+    path: Path
+    """The file that it writes."""
     num_bytes: int
     """About its size so far."""
 
@@ -25,13 +27,14 @@ class PartWriter(Protocol):
         """Add a record."""
 
     def close(self) -> None:
-        """Write what is left, and make it last."""
+        """Write what is left."""
 
 
 class JsonlPart:
     """A part of JSONL."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = open(path, "wb")  # noqa: SIM115 (closed in close)
         self.num_bytes = 0
 
@@ -40,10 +43,8 @@ class JsonlPart:
         self.num_bytes += self._file.write(dump_line(record))
 
     def close(self) -> None:
-        """Write what is left, and make it last."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Write what is left."""
+        self._file.close()
 
 
 class ParquetPart:
@@ -51,7 +52,7 @@ class ParquetPart:
 
     def __init__(self, path: Path, schema: Callable[[Sequence[Mapping[str, Any]]], Any]) -> None:
         """`schema` gives the pyarrow schema of all parts, once it is shown the records of one."""
-        self._path = path
+        self.path = path
         self._schema = schema
         self._records: list[Mapping[str, Any]] = []
         self.num_bytes = 0
@@ -62,11 +63,10 @@ class ParquetPart:
         self.num_bytes += sum(len(each) if isinstance(each, (str, bytes, list)) else 8 for each in record.values())
 
     def close(self) -> None:
-        """Write what is left, and make it last."""
+        """Write what is left."""
         import pyarrow.parquet as pq
 
-        pq.write_table(as_table(self._records, self._schema(self._records)), self._path)
-        _sync(self._path)
+        pq.write_table(as_table(self._records, self._schema(self._records)), self.path)
 
 
 def as_table(records: Sequence[Mapping[str, Any]], schema: Any) -> Any:
@@ -141,38 +141,23 @@ def _is_storable(kind: Any) -> bool:
     return bool(inner or not pa.types.is_struct(kind)) and all(map(_is_storable, inner))
 
 
-def join_parts(parts: Iterable[Path], target: Path, schema: Any | None) -> None:
+def join_parts(parts: Iterable[Location], target: Location, schema: Any | None) -> None:
     """Make `target` of the parts in their order, all of it or nothing. `schema`: of Parquet, None for JSONL."""
-    partial = target.with_name(f".{target.name}.raytp-partial")
+    partial = target.partial()
     with open(partial, "wb") as joined:
         if schema is None:
             for part in parts:
-                with open(part, "rb") as opened:
+                with part.open() as opened:
                     shutil.copyfileobj(opened, joined, 1 << 20)
         else:
             _join_tables(parts, joined, schema)
-    _sync(partial)
-    os.replace(partial, target)
-    sync_folder(target.parent)
+    target.take(partial)
 
 
-def _join_tables(parts: Iterable[Path], joined: Any, schema: Any) -> None:
+def _join_tables(parts: Iterable[Location], joined: Any, schema: Any) -> None:
     import pyarrow.parquet as pq
 
     with pq.ParquetWriter(joined, schema) as writer:
         for part in parts:
-            writer.write_table(pq.read_table(part, schema=schema))
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as opened:
-        os.fsync(opened.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+            with part.open() as opened:
+                writer.write_table(pq.read_table(opened, schema=schema))

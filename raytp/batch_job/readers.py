@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import fsspec
+import xxhash
 from fsspec.core import url_to_fs
 
 from raytp.batch_job.json_text import decode, parse_object
 from raytp.batch_job.rows import BadRow, Place, Row, RowError
 from raytp.errors import ConfigError
+from raytp.working_dir import is_copy, name_in_copy
 
 FORMATS = ("openai", "jsonl", "parquet", "text")
 _EXTENSIONS = {
@@ -39,9 +41,11 @@ class InputFile:
     """A file of the input, and what tells whether it has changed."""
 
     url: str
+    name: str
+    """What to call it: the same in each run. Its URL, but not if it came with a Ray job, which finds it anywhere."""
     size: int
     version: str
-    """Its etag, or when it was changed."""
+    """Its etag, or when it was changed; of a file that came with a Ray job, a digest of its content."""
 
 
 class RowFormat(Protocol):
@@ -76,7 +80,18 @@ def _input_file(system: Any, path: str, info: Mapping[str, Any]) -> InputFile:
     keys = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     version = next((info[key] for key in keys if info.get(key) is not None), "")
     is_local = "file" in ([system.protocol] if isinstance(system.protocol, str) else system.protocol)
-    return InputFile(path if is_local else system.unstrip_protocol(path), int(info.get("size") or 0), str(version))
+    if is_local and is_copy(path):
+        return InputFile(path, name_in_copy(path), int(info["size"]), _digest(path))
+    url = path if is_local else system.unstrip_protocol(path)
+    return InputFile(url, url, int(info.get("size") or 0), str(version))
+
+
+def _digest(path: str) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as opened:
+        while chunk := opened.read(_BUFFER_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def find_format(files: Sequence[InputFile], given: str | None) -> str:
@@ -132,7 +147,7 @@ class Reader:
             entries = self._table_rows(file) if self._input_format == "parquet" else self._line_rows(file)
             try:
                 for line, columns in entries:
-                    place = Place(ordinal=self.num_read, source=file.url, line=line)
+                    place = Place(ordinal=self.num_read, source=file.name, line=line)
                     self.num_read += 1
                     if isinstance(columns, RowError):
                         yield BadRow(place=place, id=None, code=columns.code, message=columns.message)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raytp.cli import console
 from raytp.cli import options as opt
-from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from raytp.batch_job.api import EngineChoice, Settings
     from raytp.batch_job.progress import BatchSummary
 
 BATCH_EXAMPLES = """[bold]Examples[/bold]
@@ -20,7 +19,17 @@ raytp batch requests.jsonl answers.jsonl --model ./my-model -t 2
 
 raytp batch "s3://bucket/questions/*.parquet" answers/ --max-tokens 200 --temperature 0
 
-raytp batch questions.txt answers.jsonl --ordered --errors failed.jsonl --summary summary.json"""
+raytp batch questions.txt answers.jsonl --ordered --errors failed.jsonl --summary summary.json
+
+[bold]Exit status[/bold]
+
+0    all rows succeeded
+
+3    some failed, or it stopped after more than --max-failures
+
+130  Ctrl-C; what was finished is committed
+
+1    the job could not begin, or the engine or the output failed; 2 is wrong usage"""
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
 _INPUT, _OUTPUT = "Input", "Output"
@@ -29,7 +38,11 @@ _InputArgument = Annotated[
 ]
 _OutputArgument = Annotated[
     str,
-    typer.Argument(metavar="OUTPUT", help="A .jsonl or .parquet file, or a folder of part files.", show_default=False),
+    typer.Argument(
+        metavar="OUTPUT",
+        help="A .jsonl or .parquet file, or a folder of part files; or an fsspec URL.",
+        show_default=False,
+    ),
 ]
 _InputFormat = Annotated[
     str | None,
@@ -43,14 +56,19 @@ _Ordered = Annotated[
     bool, typer.Option("--ordered", help="Records in the order of the input.", rich_help_panel=_OUTPUT)
 ]
 _Errors = Annotated[
-    Path | None,
-    typer.Option(help="A JSONL file for the rows that fail. Default: they stand in OUTPUT.", rich_help_panel=_OUTPUT),
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A JSONL file for the rows that fail. Default: they stand in OUTPUT.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 _MaxFailures = Annotated[
     int | None, typer.Option(help="Stop when more rows than this have failed.", min=0, rich_help_panel=_OUTPUT)
 ]
 _Summary = Annotated[
-    Path | None, typer.Option(help="Write the numbers at the end to this file, as JSON.", rich_help_panel=_OUTPUT)
+    str | None,
+    typer.Option(metavar="FILE", help="Write the numbers at the end to this file, as JSON.", rich_help_panel=_OUTPUT),
 ]
 _Restart = Annotated[
     bool,
@@ -77,6 +95,7 @@ def batch(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
+    engine: opt.Engine = None,
     model: opt.Model = None,
     tensor_parallel_size: opt.TensorParallelSize = 1,
     device: opt.Device = None,
@@ -88,43 +107,37 @@ def batch(
 
     INPUT is in OpenAI's batch format, JSONL or Parquet with a prompt or messages column, or lines of text.
     Ended in any way, the same command again does the rows that are left.
-    Exits with 0 if all rows succeeded, with 3 if some failed.
     """
-    from raytp.batch_job.api import BatchInterrupted, write_summary
-    from raytp.batch_job.api import batch as run
+    from raytp.batch_job.api import EngineChoice, Settings
 
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
+    sampling = opt.sampling_params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    settings = Settings(
+        sampling=sampling,
+        chat=chat,
+        ordered=ordered,
+        errors=errors,
+        max_failures=max_failures,
+        input_format=input_format,
+        output_format=output_format,
+        restart=restart,
     )
     given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "memory_fraction": memory_fraction}
+    options = {name: value for name, value in given.items() if value is not None}
+    _run(input, output, settings, EngineChoice(model, tensor_parallel_size, options, engine), summary, quiet)
+
+
+def _run(
+    input: str, output: str, settings: Settings, engine: EngineChoice, summary: str | None, is_quiet: bool
+) -> None:
+    from raytp.batch_job.api import BatchInterrupted, run_job, write_summary
+
     try:
-        done = run(
-            input,
-            output,
-            model=model,
-            tensor_parallel_size=tensor_parallel_size,
-            sampling_params=sampling,
-            chat=chat,
-            ordered=ordered,
-            errors=errors,
-            max_failures=max_failures,
-            input_format=input_format,
-            output_format=output_format,
-            restart=restart,
-            show_progress=False if quiet else None,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        done = run_job(input, output, settings, engine, False if is_quiet else None)
     except BatchInterrupted as interrupted:
         done = interrupted.summary
     if summary is not None:
         write_summary(done, summary)
-    _finish(done, quiet)
+    _finish(done, is_quiet)
 
 
 def _finish(done: BatchSummary, is_quiet: bool) -> None:

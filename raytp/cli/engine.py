@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
+from raytp.config import EngineConfig, check_shared_alone, make_engine_config
 from raytp.llm import LLM
 from raytp.prompts import encode_conversation
 from scheduler.errors import RequestError
@@ -25,15 +27,27 @@ class EngineOptions:
     max_model_len: int | None
     memory_fraction: float | None
     quiet: bool
+    engine: str | None = None
+    """A shared one: none of the others, then."""
 
     def start(self) -> LLM:
         """The engine, ready. Raises RaytpError."""
-        given = {
+        show_progress = False if self.quiet else None
+        if self.engine is None:
+            return LLM(self.model, self.tensor_parallel_size, show_progress=show_progress, **self._given())
+        check_shared_alone(self.engine, self.model, self.tensor_parallel_size, self._given())
+        return LLM.connect(self.engine, show_progress=show_progress)
+
+    def config(self) -> EngineConfig:
+        """The settings of an engine to be started. Raises ConfigError."""
+        return make_engine_config(self.tensor_parallel_size, self._given())
+
+    def _given(self) -> dict[str, Any]:
+        return {
             name: value
             for name in ("device", "dtype", "max_model_len", "memory_fraction")
             if (value := getattr(self, name)) is not None
         }
-        return LLM(self.model, self.tensor_parallel_size, show_progress=False if self.quiet else None, **given)
 
 
 @dataclass(slots=True)
@@ -76,7 +90,6 @@ def stream_answer(
     Raises RequestError if the engine cannot serve it.
     """
     start = time.monotonic()
-    num_cached_before = llm.stats().num_cached_tokens
     answer = Answer(num_prompt_tokens=len(prompt))
     try:
         with closing(llm.stream(prompt.tolist(), sampling)) as chunks:
@@ -85,13 +98,13 @@ def stream_answer(
                     raise RequestError(chunk.error)
                 answer.text += chunk.text
                 answer.num_tokens += len(chunk.token_ids)
+                answer.num_cached_tokens = max(answer.num_cached_tokens, chunk.num_cached_tokens)
                 answer.finish_reason = chunk.finish_reason or answer.finish_reason
                 on_text(chunk.text)
     except KeyboardInterrupt:
         if not is_interruptible:
             raise
     answer.seconds = time.monotonic() - start
-    answer.num_cached_tokens = llm.stats().num_cached_tokens - num_cached_before
     return answer
 
 

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from raytp.cli import console
 from raytp.cli import options as opt
 from raytp.errors import RaytpError
-from scheduler.sampling_params import SamplingParams
 
 _INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
@@ -118,6 +117,7 @@ def generate(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
+    engine: opt.Engine = None,
     model: opt.Model = None,
     tensor_parallel_size: opt.TensorParallelSize = 1,
     device: opt.Device = None,
@@ -139,8 +139,8 @@ def generate(
 
     run(
         read_prompts(prompt, file, lines),
-        _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop),
-        EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet),
+        opt.sampling_params(max_tokens, temperature, top_k, top_p, min_p, seed, stop),
+        EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet, engine),
         use_chat=chat,
         system=system,
         as_json=json,
@@ -158,6 +158,7 @@ def chat(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
+    engine: opt.Engine = None,
     model: opt.Model = None,
     tensor_parallel_size: opt.TensorParallelSize = 1,
     device: opt.Device = None,
@@ -174,8 +175,8 @@ def chat(
     from raytp.cli.engine import EngineOptions
 
     run(
-        _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop),
-        EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet),
+        opt.sampling_params(max_tokens, temperature, top_k, top_p, min_p, seed, stop),
+        EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet, engine),
         system=system,
     )
 
@@ -195,23 +196,3 @@ def info(
     from raytp.cli.info import run
 
     run(model, tensor_parallel_size, dtype, memory, as_json=json)
-
-
-def _sampling(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-    )

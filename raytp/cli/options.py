@@ -1,4 +1,4 @@
-"""The options that the commands share, each defined once. Used by `raytp.cli.main` alone.
+"""The options that the commands share, each defined once. Used by `raytp.cli.main` and `batch`.
 
 An option that is not given is None, so that the engine's own defaults stand in one place.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from scheduler.sampling_params import SamplingParams
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model and engine", "Output"
 
@@ -97,6 +99,14 @@ Dtype = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="An engine that serve-engine has started, instead of one of the command's own.",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -113,3 +123,24 @@ Memory = Annotated[
         metavar="GIB", help="Show how many tokens of KV cache fit in so much memory a rank.", rich_help_panel=_MODEL
     ),
 ]
+
+
+def sampling_params(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    """What the options of the group "Sampling" ask for."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+    )

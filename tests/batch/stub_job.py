@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from raytp.batch_job.job import BatchJob
+from raytp.batch_job.locations import locate
 from raytp.batch_job.openai_response import OpenAIFormat
 from raytp.batch_job.output import Output
 from raytp.batch_job.plain_format import PlainFormat
 from raytp.batch_job.progress import BatchSummary, JobProgress
 from raytp.batch_job.readers import Reader, find_files, find_format, table_schema
 from scheduler.sampling_params import SamplingParams
+from tests.batch import bucket  # noqa: F401 (makes fsspec know it)
 from tests.batch.stub_engine import StubEngine
 
 
@@ -35,7 +37,7 @@ def run_stub(
     order_window: int = 4096,
     max_failures: int | None = None,
     max_part_rows: int = 7,
-    max_part_s: float = 5.0,
+    max_part_s: float | None = None,
     use_chat: bool = False,
     restart: bool = False,
     model: str = "stub",
@@ -49,8 +51,8 @@ def run_stub(
         "ordered": ordered,
     }
     output = Output(
-        Path(target),
-        None if errors is None else Path(errors),
+        locate(target),
+        None if errors is None else locate(errors),
         output_format,
         max_part_rows=max_part_rows,
         max_part_s=max_part_s,

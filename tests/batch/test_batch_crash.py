@@ -91,6 +91,23 @@ def test_an_interrupt_finishes_what_is_in_flight_and_the_same_command_goes_on(tm
     assert len({json.loads(line)["row"] for line in records(tmp_path / "out.jsonl")}) == 2000
 
 
+def test_a_request_to_end_commits_at_once(tmp_path):
+    """What is in flight would take half a minute."""
+    source = write_rows(tmp_path / "rows.jsonl", 500)
+    process = start(source, tmp_path / "out.jsonl", delay_s=0.5, max_part_rows=50)
+    partial = tmp_path / "out.jsonl.parts/_raytp/.output.raytp-partial"
+    while not partial.exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=4)
+    assert process.returncode == 0, errors
+    stopped = json.loads(out)
+    assert stopped["status"] == "interrupted"
+    assert len(records(tmp_path / "out.jsonl.parts")) == stopped["num_rows"] > 0
+    again = start(source, tmp_path / "out.jsonl")
+    assert json.loads(again.communicate(timeout=30)[0])["num_rows"] == 500
+
+
 def test_a_second_interrupt_ends_it_at_once(tmp_path):
     source = write_rows(tmp_path / "rows.jsonl", 2000)
     process = start(source, tmp_path / "out.jsonl", delay_s=0.5, max_part_rows=1)

@@ -6,10 +6,7 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jsonschema
 import pyarrow.parquet as pq
@@ -18,44 +15,7 @@ import pytest
 import raytp
 from raytp import LLM, SamplingParams
 from raytp.errors import BatchError
-
-MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3-trivia"
-PAIRS = [(pair["question"], pair["answer"]) for pair in json.loads((MODEL / "questions.json").read_text())]
-SCHEMA = json.loads((Path(__file__).parent / "openai_batch_output.schema.json").read_text())
-ENV = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"} | {
-    "RAY_AUTH_MODE": "disabled",
-    "NO_COLOR": "1",
-}
-TIMEOUT_S = 150
-
-
-def start(*arguments):
-    command = [sys.executable, "-m", "raytp.cli", "batch", *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def run(*arguments):
-    process = start(*arguments)
-    out, errors = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, out, errors
-
-
-def chat_request(custom_id, question, **body):
-    messages = [{"role": "user", "content": question}]
-    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 40} | body
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-
-def write(path, lines):
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
-    return path
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
+from tests.batch.commands import MODEL, PAIRS, SCHEMA, chat_request, read, run, start, write
 
 BAD = {
     "invalid_utf8": lambda i: b'{"custom_id": "\xff"}',
@@ -73,7 +33,7 @@ BAD = {
 
 def interrupt_at_the_first_record(process, target):
     """As Ctrl-C at a terminal does, to all of its foreground."""
-    first_record = target.with_name(f"{target.name}.parts") / "_raytp/output.partial"
+    first_record = target.with_name(f"{target.name}.parts") / "_raytp/.output.raytp-partial"
     while not first_record.exists() and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
@@ -140,25 +100,6 @@ def test_a_thousand_rows_of_which_thirty_are_bad_interrupted_and_resumed(tmp_pat
 def llm(ray_session):
     with LLM(MODEL) as llm:
         yield llm
-
-
-def test_two_hundred_openai_requests_are_answered_as_by_chat(tmp_path, llm):
-    questions = [question for question, _ in PAIRS[:200]]
-    source = write(tmp_path / "in.jsonl", [chat_request(f"q-{i}", each) for i, each in enumerate(questions)])
-    code, out, errors = run(source, tmp_path / "out", "--model", MODEL, "-t", 2, "--ordered", "--quiet")
-    assert (code, out, errors) == (0, "", "")
-    records = [record for part in sorted((tmp_path / "out").glob("part-*")) for record in read(part)]
-    assert [record["custom_id"] for record in records] == [f"q-{i}" for i in range(200)]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=40))
-    for record, output in zip(records, outputs, strict=True):
-        jsonschema.validate(record, SCHEMA)
-        body = record["response"]["body"]
-        assert (record["response"]["status_code"], body["object"]) == (200, "chat.completion")
-        [choice] = body["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (output.text, output.finish_reason)
-        assert body["usage"]["prompt_tokens"] == output.num_prompt_tokens
-        assert body["usage"]["completion_tokens"] == len(output.token_ids)
 
 
 def test_from_python_with_logprobs_and_several_choices(ray_session, tmp_path):
@@ -264,11 +205,11 @@ def test_closing_complete_ends_what_is_on_its_way(llm):
     ("arguments", "message"),
     [
         (["nothing.jsonl", "out.jsonl"], "there is no file at nothing.jsonl"),
-        (["in.jsonl", "s3://bucket/out.jsonl"], "s3://bucket/out.jsonl is a URL"),
+        (["in.jsonl", "nosuch://bucket/out.jsonl"], "the output nosuch://bucket/out.jsonl cannot be used"),
         (["in.jsonl", "out.parquet"], "the output of requests in OpenAI's format is JSONL"),
         (["in.jsonl", "out.jsonl", "--output-format", "parquet"], "contradicts the name"),
         (["in.jsonl", "out.jsonl", "--temperature", "-1"], "temperature=-1"),
-        (["in.jsonl", "full", "--model", str(MODEL)], "the folder full holds in.jsonl and no earlier run"),
+        (["in.jsonl", "full", "--model", str(MODEL)], "full holds in.jsonl and no earlier run"),
     ],
 )
 def test_what_cannot_work_is_one_line_before_anything_starts(tmp_path, monkeypatch, arguments, message):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from raytp.batch_job import progress
 from raytp.batch_job.json_text import dump_line
+from raytp.batch_job.locations import locate
 from raytp.batch_job.manifest import Counts
 from raytp.batch_job.output import Output
 from raytp.batch_job.row_ids import IdSet, OrdinalSet, pack_ranges, unpack_ranges
@@ -226,7 +227,7 @@ def test_a_restart_removes_what_the_earlier_run_has_made_and_nothing_else(source
 
 
 def test_two_jobs_do_not_share_an_output(source, tmp_path):
-    output = Output(tmp_path / "out", None, "jsonl")
+    output = Output(locate(tmp_path / "out"), None, "jsonl")
     output.open({"model": "stub"}, None, restart=False)
     with pytest.raises(BatchError, match=rf"another job writes to this output \(process {os.getpid()} on"):
         run_stub(source, tmp_path / "out")

@@ -27,6 +27,7 @@ from workers.channel import ChannelAddress, Listener, connect, set_timeouts
 from workers.errors import ChannelError
 from workers.frames import (
     ERROR,
+    HEARTBEAT,
     RESULT,
     SHUTDOWN,
     ErrorReport,
@@ -80,8 +81,9 @@ def pairs(kind: str, num_ranks: int = 1) -> tuple[list[Connection], list[Connect
         return listener.accept_ranks(num_ranks, timeout_s=5), ranks
 
 
-def transport_of(connections: list[Connection], timeout_s: float) -> SocketTransport:
-    return SocketTransport(connections, [f"rank {rank}" for rank in range(len(connections))], EPOCH, timeout_s)
+def transport_of(connections: list[Connection], timeout_s: float, heartbeat_timeout_s: float = 60.0) -> SocketTransport:
+    names = [f"rank {rank}" for rank in range(len(connections))]
+    return SocketTransport(connections, names, EPOCH, timeout_s, heartbeat_timeout_s)
 
 
 def result_frame(step_id: int, token_id: int = 5) -> bytes:
@@ -424,3 +426,58 @@ def test_what_on_wait_raises_ends_the_wait() -> None:
     assert time.monotonic() - started < 10
     with pytest.raises(ChannelError, match="cannot reach"):
         connect(listener.local_address, KEY, EPOCH, 0, timeout_s=1)
+
+
+HEARTBEAT_FRAME = encode(Frame(EPOCH, 0, HEARTBEAT, None))
+
+
+def test_a_long_step_is_told_from_a_stopped_process_by_its_heartbeats(kind: str) -> None:
+    """The step takes four times as long as silence may last."""
+    drivers, ranks = pairs(kind, 2)
+    transport = transport_of(drivers, timeout_s=20, heartbeat_timeout_s=0.5)
+
+    def compute() -> None:
+        for _ in range(20):
+            time.sleep(0.1)
+            for rank in ranks:
+                rank.send_bytes(HEARTBEAT_FRAME)
+        ranks[0].send_bytes(result_frame(0))
+
+    threading.Thread(target=compute, daemon=True).start()
+    assert transport.receive().token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_silent_rank_is_noticed_long_before_the_step_must_end(kind: str, is_idle: bool) -> None:
+    drivers, ranks = pairs(kind, 2)
+    transport = transport_of(drivers, timeout_s=60, heartbeat_timeout_s=0.5)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.05):
+            ranks[0].send_bytes(HEARTBEAT_FRAME)
+
+    def wait() -> None:
+        while is_idle:
+            transport.check()
+            time.sleep(0.05)
+        transport.receive()
+
+    threading.Thread(target=beat, daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"nothing was heard of rank 1 for heartbeat_timeout_s=0\.5"):
+        wait()
+    is_over.set()
+    assert time.monotonic() - start < 3
+
+
+def test_an_idle_engine_notices_a_rank_that_ends_and_does_not_choke_on_heartbeats(kind: str) -> None:
+    drivers, ranks = pairs(kind, 2)
+    transport = transport_of(drivers, timeout_s=60)
+    for _ in range(2000):
+        for rank in ranks:
+            rank.send_bytes(HEARTBEAT_FRAME)
+        transport.check()
+    ranks[1].close()
+    with pytest.raises(RankFailedError, match="rank 1 died without a word"):
+        transport.check()

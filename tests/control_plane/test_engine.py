@@ -17,6 +17,7 @@ from raytp.errors import EngineClosedError, EngineError, RankFailedError
 from raytp.outputs import CompletionUpdate, Request
 from raytp.transport import Transport
 from scheduler.config import SchedulerConfig
+from scheduler.errors import RaytpError
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.step import Step, StepResult
@@ -44,18 +45,47 @@ class FakeTransport(Transport):
         self.before_receive()
         return self._results.popleft()
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
+
+
+class FakeRankSource:
+    """Has new ranks ready, unless a test says otherwise; rebuilding waits while `gate` is not set."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.before_receive: Callable[[], None] = lambda: None
+        """Of every new transport."""
+        self.refusal: EngineError | None = None
+        self.reports: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def examine(self, failure: RaytpError) -> str:
+        return f"{failure}, seen closely"
+
+    def rebuild(self, report: str) -> tuple[Transport, int]:
+        self.reports.append(report)
+        assert self.gate.wait(20)
+        if self.refusal is not None:
+            raise self.refusal
+        transport = FakeTransport(self._config)
+        transport.before_receive = self.before_receive
+        return transport, self._config.num_kv_blocks
 
 
 class Rig:
     """An engine on fake ranks."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, **options: Any) -> None:
         self.config = config
         self.transport = FakeTransport(config)
         self.scheduler = Scheduler(config)
-        self.engine = Engine(self.scheduler, self.transport)
+        self.ranks = FakeRankSource(config)
+        self.engine = Engine(self.scheduler, self.transport, self.ranks, max_restarts=3, **options)
 
     def request(self, request_id: int, prompt: list[int], *, is_stream: bool = False, **sampling: Any) -> Request:
         return Request(
@@ -206,6 +236,39 @@ def test_a_caller_that_comes_back_after_forget_is_served(rig: Rig) -> None:
         assert {update.request_id: update.finish_reason for update in rig.collect("a", 2)} == {0: "length", 1: "error"}
 
 
+def test_a_silent_caller_is_forgotten_and_told_so_if_it_comes_back() -> None:
+    rig = Rig(make_config(), silence_timeout_s=0.4)
+    rig.transport.before_receive = lambda: time.sleep(0.02)
+    for client_id in ("silent", "polling", "paused"):
+        rig.engine.submit(client_id, [rig.request(0, [1, 2], max_tokens=60)])
+    start = time.monotonic()
+    while "silent" in rig.engine._mailboxes:
+        assert time.monotonic() - start < PROMPTLY_S
+        rig.engine.poll("polling", 0.05)
+        rig.engine.keep_waiting(["paused", "unknown"])
+    assert time.monotonic() - start >= 0.4
+    assert sorted(rig.engine._mailboxes) == ["paused", "polling"]
+    assert rig.engine.stats().num_running == 2
+    for come_back in (
+        lambda: rig.engine.poll("silent", 20),
+        lambda: rig.engine.submit("silent", [rig.request(1, [1])]),
+    ):
+        with pytest.raises(EngineError, match=r"heard nothing of this caller for 0\.4 s"):
+            come_back()
+    rig.engine.close()
+
+
+def test_a_silent_caller_is_forgotten_while_nothing_runs() -> None:
+    rig = Rig(make_config(), silence_timeout_s=0.2)
+    rig.engine.submit("silent", [rig.request(0, [1, 2])])
+    assert list(rig.engine._mailboxes) == ["silent"]
+    deadline = time.monotonic() + PROMPTLY_S
+    while rig.engine._mailboxes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    rig.engine.close()
+
+
 def test_poll_returns_empty_after_its_timeout(rig: Rig) -> None:
     start = time.monotonic()
     assert rig.engine.poll("a", 0.1) == []
@@ -230,19 +293,94 @@ def _waiters(engine: Engine, num_waiters: int) -> tuple[list[threading.Thread], 
     return threads, raised
 
 
+def _fail_sometimes(failures: list[int], every: int) -> Callable[[], None]:
+    """Raises at each `every`-th call, and counts that."""
+    calls = iter(range(1, 100_000))
+
+    def fail() -> None:
+        if next(calls) % every == 0:
+            failures.append(1)
+            raise RankFailedError("rank 1 died") if len(failures) % 2 else FrameError("bad frame")
+
+    return fail
+
+
+def test_ranks_that_die_again_and_again_change_no_token(rig: Rig) -> None:
+    failures: list[int] = []
+    rig.transport.before_receive = rig.ranks.before_receive = _fail_sometimes(failures, every=9)
+    requests = [rig.request(i, [1, 2, i], max_tokens=40) for i in range(6)]
+    rig.engine.submit("a", requests)
+    for update in rig.collect("a", 6):
+        expected = rig.expected(requests[update.request_id])
+        assert (update.token_ids, update.finish_reason) == expected
+    assert len(failures) == len(rig.ranks.reports) >= 4
+    assert rig.ranks.reports[0] == "rank 1 died, seen closely"
+    assert rig.transport.is_closed
+
+
+def test_callers_are_served_while_the_ranks_are_built_again(rig: Rig) -> None:
+    """They may ask, submit and abort; what they have asked for goes on with the new ranks."""
+    failures: list[int] = []
+    rig.transport.before_receive = _fail_sometimes(failures, every=3)
+    rig.ranks.gate.clear()
+    first = rig.request(0, [1, 2], max_tokens=20)
+    rig.engine.submit("a", [first, rig.request(1, [3, 4], max_tokens=20)])
+    deadline = time.monotonic() + PROMPTLY_S
+    while not rig.ranks.reports:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rig.engine.abort("a", 1, None, "abort")
+    rig.engine.submit("a", [rig.request(2, [5])])
+    assert rig.engine.poll("a", 1.0)[0].finish_reason == "abort"
+    assert rig.engine.stats().num_waiting == 2
+    assert rig.engine.stats().num_running == 0
+    rig.ranks.gate.set()
+    updates = {update.request_id: update for update in rig.collect("a", 2)}
+    assert updates[0].token_ids == rig.expected(first)[0]
+    assert updates[2].finish_reason == "length"
+
+
+def test_an_engine_is_closed_while_its_ranks_are_built_again(rig: Rig) -> None:
+    rig.transport.before_receive = _fail_sometimes([], every=2)
+    rig.ranks.gate.clear()
+    rig.engine.submit("a", [rig.request(0, [1, 2])])
+    deadline = time.monotonic() + PROMPTLY_S
+    while not rig.ranks.reports:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    start = time.monotonic()
+    rig.engine.close()
+    assert time.monotonic() - start < PROMPTLY_S
+    with pytest.raises(EngineClosedError):
+        rig.engine.poll("a", 5)
+    rig.ranks.gate.set()
+
+
+def test_ranks_that_never_finish_a_step_are_given_up(rig: Rig) -> None:
+    rig.transport.before_receive = rig.ranks.before_receive = _fail_sometimes([], every=1)
+    rig.engine.submit("a", [rig.request(i, [1, i]) for i in range(5)])
+
+    def wait() -> None:
+        while True:
+            rig.engine.poll("a", 5)
+
+    with pytest.raises(EngineError, match=r"died 4 times in a row before they had finished a step \(max_restarts=3\)"):
+        wait()
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (RankFailedError("rank 1 died"), RankFailedError),
-        (FrameError("bad frame"), EngineError),
         (KeyError("oops"), EngineError),
     ],
-    ids=["rank", "frame", "bug"],
+    ids=["no new ranks", "bug"],
 )
 def test_a_transport_that_raises_ends_every_waiter_at_once(rig: Rig, error: Exception, kind: type[Exception]) -> None:
     def fail() -> None:
         raise error
 
+    rig.ranks.refusal = RankFailedError("rank 1 died")
     rig.transport.before_receive = fail
     threads, raised = _waiters(rig.engine, 5)
     start = time.monotonic()

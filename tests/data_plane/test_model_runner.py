@@ -9,6 +9,7 @@ import collections
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,12 +62,28 @@ def load_questions(count: int) -> list[tuple[list[int], str]]:
 
 
 def run(config: WorkerConfig, prompts: list[list[int]], logprobs: int | None = None) -> dict[int, list[SequenceUpdate]]:
-    """Every update of each prompt, decoded greedily one step ahead."""
+    """Every update of each prompt, of a new runner."""
+    return serve(*start(config), config, prompts, logprobs)
+
+
+def start(config: WorkerConfig) -> tuple[ModelRunner, int]:
+    """A runner that is ready for steps, and its number of blocks."""
     runner = ModelRunner(config, TensorParallel.single(), DEVICE)
-    report = runner.load(lambda fraction: None)
-    runner.allocate(report.num_kv_blocks, lambda fraction: None)
+    num_kv_blocks = runner.load(lambda fraction: None).num_kv_blocks
+    runner.allocate(num_kv_blocks, lambda fraction: None)
+    return runner, num_kv_blocks
+
+
+def serve(
+    runner: ModelRunner,
+    num_kv_blocks: int,
+    config: WorkerConfig,
+    prompts: list[list[int]],
+    logprobs: int | None = None,
+) -> dict[int, list[SequenceUpdate]]:
+    """Every update of each prompt, decoded greedily one step ahead."""
     limits = SchedulerConfig(
-        num_kv_blocks=report.num_kv_blocks,
+        num_kv_blocks=num_kv_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -129,11 +146,57 @@ def test_graphs_of_any_number_of_sequences(max_num_seqs: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_graphs_and_eager_agree_to_rounding() -> None:
-    """Same tokens, and log probabilities that differ by what bf16 loses in a few layers."""
     prompts = [prompt for prompt, _ in load_questions(64)]
     graphs, eager = (run(replace(CONFIG, enforce_eager=is_eager), prompts, logprobs=2) for is_eager in (False, True))
-    for index in range(len(prompts)):
-        for a, b in zip(graphs[index], eager[index], strict=True):
+    assert_agree_to_rounding(graphs, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_own_linear_layers_agree_with_torch_to_rounding(
+    max_num_seqs: int, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.kernels import fused, reference_ops
+
+    prompts = [prompt for prompt, _ in load_questions(24)]
+    config = replace(CONFIG, max_num_seqs=max_num_seqs, enforce_eager=enforce_eager)
+    own = run(config, prompts, logprobs=2)
+    monkeypatch.setattr(fused, "linear", reference_ops.linear)
+    monkeypatch.setattr(fused, "gated_linear", reference_ops.gated_linear)
+    assert_agree_to_rounding(own, run(config, prompts, logprobs=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_no_linear_layer_is_compiled_while_serving(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    from workers.kernels import gemv
+
+    gemv._gemv_kernel.device_caches.clear()  # of what other tests have compiled
+    config = replace(CONFIG, enforce_eager=enforce_eager)
+    runner, num_kv_blocks = start(config)
+    compiled: list[str] = []
+
+    def note(**call: Any) -> None:
+        if call["fn"].module == gemv.__name__:
+            compiled.append(call["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    for length in (1, 2, 3, 8, 9):
+        for num_prompts in (1, 2, 7):
+            serve(runner, num_kv_blocks, config, [list(range(5, 5 + length))] * num_prompts)
+    assert not compiled
+
+
+def assert_agree_to_rounding(first: dict[int, list[SequenceUpdate]], second: dict[int, list[SequenceUpdate]]) -> None:
+    """Same tokens, and log probabilities that differ by what bf16 loses in a few layers."""
+    assert first.keys() == second.keys()
+    for index in first:
+        for a, b in zip(first[index], second[index], strict=True):
             assert a.token_id == b.token_id
             assert a.logprobs is not None
             assert b.logprobs is not None

@@ -1,4 +1,5 @@
-"""Triton kernels that do in one pass over memory what would take several: the layers' elementwise work on a GPU.
+"""The layers' work on a GPU: Triton kernels that do in one pass over memory what would take several, and the choice
+between cuBLAS and our own kernel for linear layers.
 
 Each rounds where `workers.kernels.reference` rounds, which is where transformers does. Called by the layers through
 `workers.kernels.ops`; imports Triton.
@@ -10,6 +11,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from workers.kernels import reference_ops
+from workers.kernels.gemv import fits_gemv, gemv
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
+    if fits_gemv(x, weight):
+        return gemv(x, weight, bias, out=out)
+    return reference_ops.linear(x, weight, bias, out)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up of a linear layer: x (T, K), weight (2 I, K) -> (T, I)."""
+    if fits_gemv(x, weight):
+        return gemv(x, weight, bias, gated=True)
+    return silu_mul(reference_ops.linear(x, weight, bias))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The seam between the layers and their elementwise arithmetic: fused Triton kernels on a GPU, plain torch elsewhere.
+"""The seam between the layers and their arithmetic, but for attention: Triton kernels on a GPU, plain torch elsewhere.
 
 Both sides round at the same places. Plain torch is the oracle, and also runs on a GPU with the "torch" attention
 backend. Called by the layers, which choose once when they are built; importing Triton is left to whoever needs it.
@@ -13,7 +13,15 @@ from torch import Tensor
 
 
 class LayerOps(Protocol):
-    """Elementwise work of a decoder layer over T tokens."""
+    """Arithmetic of a decoder layer over T tokens."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x (T, K) @ weight (N, K)^T + bias: (T, N), placed in `out` if it is given."""
+        ...
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(gate) * up of a linear layer whose features are gates, then ups: x (T, K), weight (2 I, K) -> (T, I)."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, computed in float32."""
@@ -21,10 +29,6 @@ class LayerOps(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Of x + residual: (the norm, the sum). May overwrite the residual with the sum."""
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """(T, 2 I), gate before up -> silu(gate) * up, (T, I)."""
         ...
 
     def norm_rope_store(

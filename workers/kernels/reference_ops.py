@@ -1,4 +1,4 @@
-"""A decoder layer's elementwise arithmetic in plain torch, rounded exactly where transformers rounds.
+"""A decoder layer's arithmetic in plain torch, rounded exactly where transformers rounds.
 
 What a CPU runs, and the oracle of `workers.kernels.fused`. See `workers.kernels.ops.LayerOps` for what each does.
 """
@@ -10,6 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.kernels.reference import store_kvcache_torch
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up of a linear layer."""
+    return silu_mul(F.linear(x, weight, bias))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.kernels.ops import LayerOps
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
 from workers.layers.reduction import AFTER_EMBEDDING, Reduction
 from workers.parallel import TensorParallel
@@ -51,6 +52,7 @@ class ParallelLMHead(nn.Module):
         hidden_size: int,
         span: Span,
         tp: TensorParallel,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
         tied_weight: nn.Parameter | None,
     ) -> None:
@@ -58,6 +60,7 @@ class ParallelLMHead(nn.Module):
         self.vocab_size = vocab_size
         self.span = span
         self.tp = tp
+        self.ops = ops
         self.is_tied = tied_weight is not None
         if tied_weight is None:
             self.weight = vocab_weight(vocab_size, hidden_size, span, new_parameter)
@@ -65,7 +68,7 @@ class ParallelLMHead(nn.Module):
             self.weight = tied_weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        return self.ops.linear(hidden, self.weight)
 
     def gather(self, logits: Tensor) -> Tensor | None:
         """All ranks' logits on rank 0, without the vocabulary's padding; None elsewhere."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from workers.kernels.ops import LayerOps
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
 from workers.layers.reduction import Reduction
 from workers.shard_plan import RankShard, Span
@@ -32,20 +31,26 @@ class ColumnPart:
 class ColumnParallelLinear(nn.Module):
     """This rank's output features of one or more linear layers with the same input, one below the other.
 
-    (..., in_features) -> (..., sum of the parts' span sizes).
+    (T, in_features) -> (T, sum of the parts' span sizes).
     """
 
     def __init__(
-        self, in_features: int, parts: tuple[ColumnPart, ...], bias: bool, new_parameter: ParameterFactory
+        self,
+        in_features: int,
+        parts: tuple[ColumnPart, ...],
+        bias: bool,
+        ops: LayerOps,
+        new_parameter: ParameterFactory,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.parts = parts
         out_features = sum(part.span.size for part in parts)
         self.weight = new_parameter(out_features, in_features)
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         siblings = name.rpartition(".")[0]
@@ -58,24 +63,29 @@ class ColumnParallelLinear(nn.Module):
                 yield CheckpointSlice(f"{siblings}.{part.name}.{kind}", shape, 0, part.span, target)
 
 
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several layers of equal size, of each of which this rank holds the same features: (..., len(names) * span)."""
+class GatedColumnParallelLinear(ColumnParallelLinear):
+    """silu(gate) * up of two layers of equal size, of which this rank holds the same features: (T, in) -> (T, span)."""
 
     def __init__(
         self,
         in_features: int,
         num_features: int,
-        names: tuple[str, ...],
+        names: tuple[str, str],
         span: Span,
         bias: bool,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
+        """`names`: of the gate, then of up."""
         parts = tuple(ColumnPart(name, num_features, span) for name in names)
-        super().__init__(in_features, parts, bias, new_parameter)
+        super().__init__(in_features, parts, bias, ops, new_parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.gated_linear(x, self.weight, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The projections to this rank's q, k and v heads: (..., (H + 2 K) * D), H and K being the rank's."""
+    """The projections to this rank's q, k and v heads: (T, in) -> (T, (H + 2 K) * D), H and K being the rank's."""
 
     def __init__(
         self,
@@ -85,6 +95,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         head_dim: int,
         shard: RankShard,
         bias: bool,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
         q = Span(shard.q_heads.start * head_dim, shard.q_heads.size * head_dim)
@@ -94,7 +105,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             ColumnPart("k_proj", num_kv_heads * head_dim, kv),
             ColumnPart("v_proj", num_kv_heads * head_dim, kv),
         )
-        super().__init__(in_features, parts, bias, new_parameter)
+        super().__init__(in_features, parts, bias, ops, new_parameter)
 
 
 class RowParallelLinear(nn.Module):
@@ -108,6 +119,7 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         reduction: Reduction,
         place: int,
+        ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
         """`place`: of `workers.layers.reduction`, where the sum will be taken."""
@@ -116,17 +128,13 @@ class RowParallelLinear(nn.Module):
         self.span = span
         self.reduction = reduction
         self.place = place
+        self.ops = ops
         self.weight = new_parameter(out_features, span.size)
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.reduction.tp.rank == 0 else None  # added once, before the sum
-        out = self.reduction.place_for(self.place, x.shape[0])
-        if out is None:
-            return F.linear(x, self.weight, bias)
-        if bias is not None:
-            return torch.addmm(bias, x, self.weight.t(), out=out)
-        return torch.mm(x, self.weight.t(), out=out)
+        return self.ops.linear(x, self.weight, bias, out=self.reduction.place_for(self.place, x.shape[0]))
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         shape = (self.weight.shape[0], self.in_features)

@@ -22,7 +22,7 @@ from workers.kernels.ops import LayerOps, select_ops
 from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
 from workers.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from workers.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from workers.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.parameter import CheckpointModule, CheckpointSlice, ParameterFactory
 from workers.layers.reduction import AFTER_ATTENTION, AFTER_MLP, Reduction
@@ -53,16 +53,16 @@ class SelfAttention(nn.Module):
 
     def __init__(self, context: ShardContext) -> None:
         super().__init__()
-        config, shard, new_parameter = context.config, context.shard, context.new_parameter
+        config, shard, ops, new_parameter = context.config, context.shard, context.ops, context.new_parameter
         hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.num_q_heads = shard.q_heads.size
         self.qkv_proj = QKVParallelLinear(
-            hidden, heads, config.num_key_value_heads, head_dim, shard, config.qkv_bias, new_parameter
+            hidden, heads, config.num_key_value_heads, head_dim, shard, config.qkv_bias, ops, new_parameter
         )
         inputs = Span(shard.q_heads.start * head_dim, shard.q_heads.size * head_dim)
         has_bias = config.attention_output_bias
         self.o_proj = RowParallelLinear(
-            heads * head_dim, hidden, inputs, has_bias, context.reduction, AFTER_ATTENTION, new_parameter
+            heads * head_dim, hidden, inputs, has_bias, context.reduction, AFTER_ATTENTION, ops, new_parameter
         )
         self.qk_weights: tuple[nn.Parameter, nn.Parameter] | None = None
         if config.qk_norm:
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         self.eps = config.rms_norm_eps
         self.scale = head_dim**-0.5
         self.backend = context.backend
-        self.ops = context.ops
+        self.ops = ops
 
     def forward(
         self,
@@ -91,15 +91,16 @@ class MLP(nn.Module):
 
     def __init__(self, context: ShardContext) -> None:
         super().__init__()
-        config, span, new_parameter = context.config, context.shard.intermediate, context.new_parameter
+        config, ops, new_parameter = context.config, context.ops, context.new_parameter
         hidden, columns, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        names = ("gate_proj", "up_proj")
-        self.ops = context.ops
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, columns, names, span, bias, new_parameter)
-        self.down_proj = RowParallelLinear(columns, hidden, span, bias, context.reduction, AFTER_MLP, new_parameter)
+        names, span = ("gate_proj", "up_proj"), context.shard.intermediate
+        self.gate_up_proj = GatedColumnParallelLinear(hidden, columns, names, span, bias, ops, new_parameter)
+        self.down_proj = RowParallelLinear(
+            columns, hidden, span, bias, context.reduction, AFTER_MLP, ops, new_parameter
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -173,7 +174,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(ShardContext(config, shard, backend, ops, self.reduction, new_parameter))
         tied_weight = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, shard.vocab, tp, new_parameter, tied_weight
+            config.vocab_size, config.hidden_size, shard.vocab, tp, ops, new_parameter, tied_weight
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:

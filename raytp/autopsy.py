@@ -1,0 +1,155 @@
+"""Why ranks died: what Ray knows of each, and the last lines of its log; and the end of those that have not.
+
+Called by `raytp.rank_group`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from workers.config import NodeInfo
+
+_NUM_LINES = 10
+_MAX_BYTES = 20_000
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_NOTICE_S = 0.5
+"""Ray learns of a death a moment after the connection has broken."""
+_TIMEOUT_S = 3.0
+_FATAL = re.compile(r"^(?:Fatal Python error|terminate called|Aborted|\*\*\* SIG|Segmentation fault).*", re.MULTILINE)
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?:\s+There are some potential root causes|\n|$)", re.DOTALL)
+_EXIT_CODE = re.compile(r"exit code (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What a process has left on its machine."""
+
+    log: str
+    """The last lines of its standard error."""
+    num_oom_kills: int
+    """See `count_oom_kills`."""
+
+
+_NO_TRACES = Traces(log="", num_oom_kills=0)
+
+
+def examine(nodes: Sequence[NodeInfo], run_refs: Sequence[Any]) -> str:
+    """What there is to say of each rank whose process has ended, by rank; empty if none has.
+
+    `run_refs`: the calls that a rank answers only at its end.
+    """
+    if not run_refs:
+        return ""
+    ended, _ = ray.wait(list(run_refs), num_returns=len(run_refs), timeout=_NOTICE_S, fetch_local=False)
+    deaths = {rank: _death(ref) for rank, ref in enumerate(run_refs) if ref in ended}
+    return "\n".join(
+        f"rank {rank} (pid {nodes[rank].pid} on {nodes[rank].hostname}): {describe_end(nodes[rank], death)}"
+        for rank, death in deaths.items()
+        if death is not None
+    )
+
+
+def describe_end(node: NodeInfo | None, death: str) -> str:
+    """Why a rank has died, and the end of its log. `death` is what Ray says; `node` is None if it is not yet known."""
+    traces = _NO_TRACES if node is None else _traces(node)
+    is_oom = node is not None and traces.num_oom_kills > node.num_oom_kills
+    cause = describe_death(death, traces.log, is_oom=is_oom)
+    if not traces.log:
+        return cause
+    return "\n".join([f"{cause}; its log ends with:", *(f"  | {line}" for line in traces.log.splitlines())])
+
+
+def kill_processes(nodes: Sequence[NodeInfo]) -> None:
+    """SIGKILL the ranks' processes, on whatever node, that have not ended."""
+    here = ray.get_runtime_context().get_node_id()
+    for node in nodes:
+        if node.node_id == here:
+            kill_rank(node.pid)
+        else:
+            there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.remote(kill_rank).options(num_cpus=0, scheduling_strategy=there).remote(node.pid)
+
+
+def kill_rank(pid: int) -> None:
+    """SIGKILL a process of this machine, if it is a rank's."""
+    with contextlib.suppress(OSError):
+        if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def describe_death(death: str, log: str, *, is_oom: bool = False) -> str:
+    """One line, from what Ray says of an actor's death, the end of its log, and what the kernel did meanwhile."""
+    if "low on memory" in death or "memory monitor" in death.lower():
+        return "killed by Ray's memory monitor, since its node ran low on memory: use a larger node, or more ranks"
+    if "node has died" in death or "node was terminated" in death:
+        return "its node was lost"
+    fatal = _FATAL.search(log)
+    if fatal is not None:
+        return fatal[0]
+    if is_oom:
+        return "killed by the kernel, which ran out of memory: use a larger node, or more ranks"
+    code = _EXIT_CODE.search(death)
+    if code is not None:
+        return f"it ended with exit code {code[1]}"
+    detail = _EXIT_DETAIL.search(death)
+    if detail is None or "connection error code 2" in detail[1]:
+        return "killed from outside (SIGKILL), or ended without a word"
+    return " ".join(detail[1].split())
+
+
+def _death(ref: Any) -> str | None:
+    """What Ray says of the actor's death; None if it has not died."""
+    try:
+        ray.get(ref, timeout=_TIMEOUT_S)
+    except ray.exceptions.RayActorError as error:
+        return str(error)
+    except ray.exceptions.RayError:
+        return None
+    return None
+
+
+def _traces(node: NodeInfo) -> Traces:
+    """What a rank has left on its node; nothing if the node does not say in time."""
+    if node.node_id == ray.get_runtime_context().get_node_id():
+        return find_traces(node.log_path)
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ref = ray.remote(find_traces).options(num_cpus=0, scheduling_strategy=there).remote(node.log_path)
+        traces: Traces = ray.get(ref, timeout=_TIMEOUT_S)
+        return traces
+    return _NO_TRACES
+
+
+def find_traces(log_path: str) -> Traces:
+    """Of a process of this machine that logged to that file."""
+    return Traces(log=_read_end(log_path), num_oom_kills=count_oom_kills())
+
+
+def count_oom_kills() -> int:
+    """Processes that this machine's kernel has killed for want of memory; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        return 0 if found is None else int(found[1])
+    return 0
+
+
+def _read_end(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(max(0, Path(path).stat().st_size - _MAX_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if line.strip() and not line.startswith(_RAY_MARKS)]
+    return "\n".join(said[-_NUM_LINES:])

@@ -1,0 +1,123 @@
+"""`raytp serve-engine`, `raytp engines`, `raytp stop`: engines that stay, for any job. Registered by `raytp.cli`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_text
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raytp.cli import console
+from raytp.cli import options as opt
+
+if TYPE_CHECKING:
+    from raytp.outputs import EngineDescription
+
+SERVE_EXAMPLES = """[bold]Examples[/bold]
+
+raytp serve-engine qwen --model Qwen/Qwen3-0.6B -t 2
+
+raytp batch requests.jsonl answers.jsonl --engine qwen
+
+raytp stop qwen"""
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="What the engine is called.", show_default=False)]
+
+
+def serve_engine(
+    name: _Name,
+    quiet: opt.Quiet = False,
+    model: opt.Model = None,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    max_model_len: opt.MaxModelLen = None,
+    memory_fraction: opt.MemoryFraction = None,
+) -> None:
+    """Start an engine that stays in the Ray cluster, for any job to use.
+
+    Returns when it is ready. It runs until raytp stop, or until the cluster ends.
+    The cluster is that of RAY_ADDRESS, or the one that ray start --head has started on this machine.
+    """
+    from raytp.cli.engine import EngineOptions
+    from raytp.connection import start_engine
+    from raytp.progress import ProgressBar
+
+    options = EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet)
+    with ProgressBar("finding the cluster", False if quiet else None) as bar:
+        report = _LogOfStages().update if not quiet and not sys.stderr.isatty() else bar.update
+        started = start_engine(model, options.config(), report, name)
+    info = started.info
+    where = ", ".join(dict.fromkeys(info.hostnames))
+    console.write(
+        f"engine {name} is ready: {started.model_name} on {len(info.hostnames)} ranks ({info.device}) of {where}\n"
+        f"use it:   raytp batch INPUT OUTPUT --engine {name}\n"
+        f'          LLM.connect("{name}")\n'
+        f"see it:   raytp engines\n"
+        f"stop it:  raytp stop {name}\n"
+    )
+
+
+def engines(json: opt.Json = False) -> None:
+    """List the engines that serve-engine has started in the Ray cluster."""
+    from raytp.ray_runtime import join_ray
+    from raytp.shared_engines import list_engines
+
+    join_ray()
+    found = list_engines()
+    if json:
+        for engine in found:
+            console.write(json_text.dumps(dataclasses.asdict(engine)) + "\n")
+    elif found:
+        _print_table(found)
+    else:
+        console.print_note("there are no engines in this cluster: raytp serve-engine NAME starts one")
+
+
+def stop(name: _Name) -> None:
+    """End an engine that serve-engine has started; whoever is using it gets an error."""
+    from raytp.ray_runtime import join_ray
+    from raytp.shared_engines import stop_engine
+
+    join_ray()
+    stop_engine(name)
+    console.print_note(f"engine {name} has ended")
+
+
+class _LogOfStages:
+    """A line for each stage of the start-up, where there is no terminal for a bar."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def update(self, stage: str, _: float) -> None:
+        """Say so if it is a new one."""
+        if stage != self._stage:
+            self._stage = stage
+            console.print_note(stage)
+
+
+def _print_table(engines: list[EngineDescription]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("name", "model", "ranks", "nodes", "state", "load"):
+        table.add_column(heading, overflow="fold")
+    for engine in engines:
+        nodes = "" if engine.info is None else ", ".join(dict.fromkeys(engine.info.hostnames))
+        table.add_row(engine.name, engine.model_name, str(engine.num_ranks), nodes, _state(engine), _load(engine))
+    Console(highlight=False).print(table)
+
+
+def _state(engine: EngineDescription) -> str:
+    return engine.stage if engine.error is None else f"{engine.stage}: {engine.error.splitlines()[0]}"
+
+
+def _load(engine: EngineDescription) -> str:
+    if engine.info is None or engine.stats is None:
+        return ""
+    used = 1 - engine.stats.num_free_blocks / engine.info.num_kv_blocks
+    return f"{engine.stats.num_running} running, {engine.stats.num_waiting} waiting, KV cache {used:.0%}"

@@ -1,0 +1,46 @@
+"""`raytp batch` as a process of its own, what it is asked, and the tiny model that knows its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3-trivia"
+PAIRS = [(pair["question"], pair["answer"]) for pair in json.loads((MODEL / "questions.json").read_text())]
+SCHEMA = json.loads((Path(__file__).parent / "openai_batch_output.schema.json").read_text())
+ENV = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"} | {
+    "RAY_AUTH_MODE": "disabled",
+    "NO_COLOR": "1",
+}
+TIMEOUT_S = 250
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "raytp.cli", "batch", *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def run(*arguments):
+    process = start(*arguments)
+    out, errors = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, errors
+
+
+def chat_request(custom_id, question, **body):
+    messages = [{"role": "user", "content": question}]
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 40} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def write(path, lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]

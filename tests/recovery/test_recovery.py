@@ -1,0 +1,152 @@
+"""Ranks die, stop, raise and receive rubbish while they work: callers see a pause, and the same tokens as ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ray._private.state import actors
+
+from raytp import LLM, RequestOutput, SamplingParams
+from raytp.errors import EngineError
+from workers.faults import Fault
+
+TRIVIA = Path(__file__).parents[1] / "models" / "tiny-qwen3-trivia"
+PROMPTS = [f"The story of {name} begins" for name in ("a cat", "the sea", "one king", "two kings", "rain", "bread")]
+SAMPLING = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=50, ignore_eos=True) for i in range(6)]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+pytestmark = [pytest.mark.usefixtures("ray_session")]
+
+
+def faults(*specs: tuple[str, int, str, int]) -> tuple[Fault, ...]:
+    """(kind, rank, point, nth), one an epoch."""
+    return tuple(
+        Fault(kind=kind, rank=rank, point=point, nth=nth, epoch=epoch)
+        for epoch, (kind, rank, point, nth) in enumerate(specs)
+    )
+
+
+def rank_pids() -> list[int]:
+    """Of all rank actors that live."""
+    return sorted(
+        state["Pid"]
+        for state in actors().values()
+        if state["ActorClassName"] == "RankActor" and state["State"] == "ALIVE"
+    )
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_session: None) -> list[list[int]]:
+    """What SmolLM2 answers on two ranks that nothing happens to."""
+    with LLM(tensor_parallel_size=2, device="cpu") as llm:
+        return ids(llm.generate(PROMPTS, SAMPLING))
+
+
+KILLED = faults(
+    ("kill", 0, "prefill", 1),
+    ("kill", 1, "decode", 12),
+    ("kill", 0, "rendezvous", 1),
+    ("kill", 0, "loading", 1),
+    ("kill", 1, "warm-up", 1),
+    ("exit", 0, "decode", 12),
+    ("kill", 1, "rendezvous", 1),
+    ("kill", 1, "loading", 1),
+    ("kill", 0, "warm-up", 1),
+    ("kill", 1, "prefill", 1),  # the second death in a row at one place: everybody is tried alone, and acquitted
+)
+OTHERWISE = faults(
+    ("stop", 1, "decode", 5),
+    ("raise", 0, "decode", 5),
+    ("raise", 1, "decode", 9),
+    ("corrupt", 0, "frame", 9),
+    ("corrupt", 1, "frame", 7),
+    ("stop", 0, "decode", 5),
+)
+
+
+@pytest.mark.parametrize("what", [KILLED, OTHERWISE], ids=["killed", "otherwise"])
+def test_the_answers_are_those_of_an_undisturbed_engine(what: tuple[Fault, ...], undisturbed: list[list[int]]) -> None:
+    """One fault after another, each in the ranks that took the place of those before."""
+    with LLM(tensor_parallel_size=2, device="cpu", faults=what, heartbeat_timeout_s=3.0) as llm:
+        assert ids(llm.generate(PROMPTS, SAMPLING)) == undisturbed
+        recoveries = llm.recoveries()
+        assert recoveries[-1].epoch == len(what)
+        num_while_running = sum(fault.point in ("decode", "prefill", "frame") for fault in what)
+        assert len(recoveries) == num_while_running
+        assert ids(llm.generate(PROMPTS, SAMPLING)) == undisturbed, "and again, when all is calm"
+
+
+def test_a_report_names_the_rank_its_process_and_what_it_said() -> None:
+    what = faults(("exit", 1, "decode", 9), ("raise", 1, "decode", 9), ("corrupt", 0, "frame", 9))
+    with LLM(TRIVIA, 2, device="cpu", faults=what) as llm:
+        assert len(llm.generate("Hello", SamplingParams(max_tokens=40, ignore_eos=True))[0].token_ids) == 40
+        exited, raised, damaged = [recovery.report for recovery in llm.recoveries()]
+    assert exited.startswith("rank 1 (pid ")
+    assert "killed from outside (SIGKILL), or ended without a word" in exited.splitlines()[-1]
+    assert raised.count("InjectedFaultError: at decode, as was asked for") == 2, (
+        "in the first line, and once traced back"
+    )
+    assert "FrameError: damaged frame" in damaged
+    assert "rank 0 (pid " in damaged
+
+
+def test_a_crash_is_named_by_its_signal() -> None:
+    with LLM(TRIVIA, 2, device="cpu") as llm:
+        llm.generate("Hello", GREEDY)
+        os.kill(rank_pids()[0], signal.SIGSEGV)
+        assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 20
+        assert "Fatal Python error: Segmentation fault; its log ends with:" in llm.recoveries()[0].report
+
+
+def test_a_request_that_kills_the_ranks_ends_alone() -> None:
+    """It is the first in each step, and each step with it dies."""
+    what = faults(*[("kill", 1, "prefill", 1)] * 3)
+    with LLM(TRIVIA, 2, device="cpu", faults=what, max_num_seqs=1) as llm:
+        outputs = llm.generate(["the killer", "an innocent", "another one"], SamplingParams(max_tokens=8))
+        assert [output.error is None for output in outputs] == [False, True, True]
+        assert "died each time that they computed this request" in str(outputs[0].error)
+        assert "rank 1 (pid " in str(outputs[0].error)
+        assert llm.stats().num_running == 0
+
+
+def test_ranks_that_never_come_up_end_the_start_with_every_cause() -> None:
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"the ranks died 3 times while they started \(max_restarts=2\)") as caught:
+        LLM(TRIVIA, 2, device="cpu", max_restarts=2, faults=faults(*[("kill", 1, "loading", 1)] * 3))
+    assert [f"attempt {number}: rank 1 (pid " in str(caught.value) for number in (1, 2, 3)] == [True] * 3
+    assert time.monotonic() - start < 60
+
+
+def test_ranks_that_die_at_once_again_and_again_end_the_engine_for_everybody() -> None:
+    what = faults(("kill", 0, "decode", 2), *[("kill", 1, "loading", 1)] * 2)
+    with LLM(TRIVIA, 2, device="cpu", max_restarts=1, faults=what) as llm:
+        with pytest.raises(EngineError, match="the ranks died 2 times while they started"):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=20, ignore_eos=True))
+        with pytest.raises(EngineError, match="the ranks died 2 times while they started"):
+            llm.generate("c")
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_ranks_that_end_while_there_is_nothing_to_do_are_replaced_before_the_next_request(
+    signal_number: signal.Signals,
+) -> None:
+    with LLM(TRIVIA, 2, device="cpu", heartbeat_timeout_s=2.0) as llm:
+        first = llm.generate("Hello", GREEDY)
+        os.kill(rank_pids()[-1], signal_number)
+        deadline = time.monotonic() + 30
+        while not llm.recoveries():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert ids(llm.generate("Hello", GREEDY)) == ids(first)
+        assert len(llm.recoveries()) == 1
+        assert len(rank_pids()) == 2

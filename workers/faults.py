@@ -1,0 +1,79 @@
+"""Faults on purpose, for tests and for those who want to see what happens: `raytp chaos`.
+
+A rank that reaches a named point kills or stops itself, raises, is late, or damages what it received. Called by
+`workers.worker`; costs nothing where no fault was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from scheduler.errors import ConfigError
+
+POINTS = ("rendezvous", "loading", "warm-up", "prefill", "decode", "frame", "shutdown")
+"""Joining the others; reading weights; after that; before a step with a prompt's tokens; before another step; on
+receiving a frame; on being told to end."""
+KINDS = ("kill", "stop", "exit", "raise", "delay", "corrupt")
+"""SIGKILL; SIGSTOP; exit code 3; an exception; `seconds` of sleep; one bit of a received frame."""
+_EXIT_CODE = 3
+
+
+class InjectedFaultError(Exception):
+    """Raised on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Happens once: in this epoch, when this rank reaches the point for the `nth` time. Raises ConfigError."""
+
+    kind: str
+    rank: int
+    point: str
+    nth: int = 1
+    epoch: int = 0
+    seconds: float = 1.0
+    """Of a delay."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r} is no kind of fault: choose one of {', '.join(KINDS)}")
+        if self.point not in POINTS:
+            raise ConfigError(f"point={self.point!r} is no point to have a fault at: choose one of {', '.join(POINTS)}")
+        if (self.kind == "corrupt") != (self.point == "frame"):
+            raise ConfigError(
+                f"a fault of kind {self.kind} cannot happen at {self.point}: corrupt and frame go together"
+            )
+
+
+class FaultInjector:
+    """The faults of one rank in one epoch."""
+
+    def __init__(self, faults: tuple[Fault, ...], rank: int, epoch: int) -> None:
+        self._faults = [fault for fault in faults if (fault.rank, fault.epoch) == (rank, epoch)]
+        self._num_reached: Counter[str] = Counter()
+
+    def reach(self, point: str) -> None:
+        """Let happen what was asked for here."""
+        for fault in self._due(point):
+            if fault.kind == "delay":
+                time.sleep(fault.seconds)
+            elif fault.kind == "raise":
+                raise InjectedFaultError(f"at {point}, as was asked for")
+            elif fault.kind == "exit":
+                os._exit(_EXIT_CODE)
+            else:
+                os.kill(os.getpid(), signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
+
+    def damage(self, data: bytes) -> bytes:
+        """A received frame, with a wrong bit if that was asked for."""
+        return data[:-1] + bytes([data[-1] ^ 1]) if self._due("frame") else data
+
+    def _due(self, point: str) -> list[Fault]:
+        if not self._faults:
+            return []
+        self._num_reached[point] += 1
+        return [fault for fault in self._faults if fault.point == point and fault.nth == self._num_reached[point]]
