@@ -27,6 +27,7 @@ _NOTICE_S = 0.5
 _TIMEOUT_S = 3.0
 _FATAL = re.compile(r"^(?:Fatal Python error|terminate called|Aborted|\*\*\* SIG|Segmentation fault).*", re.MULTILINE)
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?:\s+There are some potential root causes|\n|$)", re.DOTALL)
+_UNEXPECTED = "The actor died unexpectedly"
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 
 
@@ -46,7 +47,7 @@ _NO_TRACES = Traces(log="", num_oom_kills=0)
 def examine(nodes: Sequence[NodeInfo], run_refs: Sequence[Any]) -> str:
     """What there is to say of each rank whose process has ended, by rank; empty if none has.
 
-    `run_refs`: the calls that a rank answers only at its end.
+    `run_refs`: a call on each rank, which fails if the rank has died.
     """
     if not run_refs:
         return ""
@@ -103,6 +104,8 @@ def describe_death(death: str, log: str, *, is_oom: bool = False) -> str:
     if code is not None:
         return f"it ended with exit code {code[1]}"
     detail = _EXIT_DETAIL.search(death)
+    if detail is None and not death.startswith(_UNEXPECTED):  # cut off from the network, say
+        return death.strip()
     if detail is None or "connection error code 2" in detail[1]:
         return "killed from outside (SIGKILL), or ended without a word"
     return " ".join(detail[1].split())

@@ -21,6 +21,8 @@ _CHOICES = {
     "placement_strategy": ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"),
 }
 
+_LEAST_HEARTBEAT_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -97,6 +99,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
+        if self.heartbeat_timeout_s < _LEAST_HEARTBEAT_TIMEOUT_S:
+            raise ConfigError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s!r} must be at least {_LEAST_HEARTBEAT_TIMEOUT_S:g}: "
+                f"ranks say once a second that they are alive"
+            )
         if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={self.memory_fraction!r} must be above 0 and at most 1")
         for name, choices in _CHOICES.items():

@@ -157,13 +157,19 @@ class Driver:
         """See `Engine.step_loop_cpu_s`."""
         return self._running_engine().step_loop_cpu_s()
 
+    def failures(self, max_age_s: float) -> list[str]:
+        """See `RankSupply.failures`."""
+        return self._ranks.failures(max_age_s)
+
     def recoveries(self) -> list[Recovery]:
         """Each time that ranks have died and others took their place."""
         return list(self._ranks.recoveries)
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
-        """See `RankGroup.profile`."""
+        """See `RankGroup.profile`. Raises EngineError while the ranks are built again."""
         self._running_engine().check_alive()
+        if self._status.stage != "ready":
+            raise EngineError(f"the ranks have failed and are built again ({self._status.stage}): profile them later")
         return self._ranks.group.profile(duration_s)
 
     def shutdown(self) -> None:

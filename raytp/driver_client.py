@@ -7,6 +7,7 @@ Turns Ray's wrapped exceptions back into raytp's own. Made by `raytp.connection`
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from raytp.ray_runtime import interrupt_deferred
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile, WorkerConfig
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = "raytp"
 """Ray's namespace for the names of shared engines."""
 _MAX_CONCURRENT_CALLS = 128
@@ -46,6 +49,9 @@ class DriverClient:
         self._actor = actor
         self._name = name
         self._pid = os.getpid()
+        self._made_at = time.monotonic()
+        self._num_told = 0
+        """Failures of ranks that the user has been told of."""
         self._client_ids: set[str] = set()
         """Those that have something running."""
         self._is_closed = threading.Event()
@@ -131,7 +137,16 @@ class DriverClient:
     def poll(self, client_id: str, timeout_s: float) -> list[CompletionUpdate]:
         """News of this caller's requests; empty if there was none within `timeout_s`."""
         updates: list[CompletionUpdate] = self._get(self._call("poll", client_id, timeout_s), timeout_s)
+        if not updates and timeout_s > 0:
+            self._tell_of_failures()
         return updates
+
+    def _tell_of_failures(self) -> None:
+        """Say once why nothing comes."""
+        reports: list[str] = self._get(self._call("failures", time.monotonic() - self._made_at))
+        for report in reports[self._num_told :]:
+            logger.warning("%s\nThe ranks are being replaced. What was asked goes on when they are ready.", report)
+        self._num_told = len(reports)
 
     def abort(self, client_id: str, request_id: int, index: int, finish_reason: str) -> None:
         """End one completion; does not wait for it."""

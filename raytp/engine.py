@@ -199,7 +199,6 @@ class Engine:
         except (EngineError, ChannelError) as failure:
             self._transport.close()
             report = self._ranks.examine(failure)
-            logger.warning("the ranks have failed and are built again: %s", report)
             self._scheduler.lose_ranks(report)
             self._num_restarts += 1
             if self._num_restarts > self._max_restarts:
@@ -207,6 +206,7 @@ class Engine:
                     f"the ranks died {self._num_restarts} times in a row before they had finished a step "
                     f"(max_restarts={self._max_restarts}): {report}"
                 ) from failure
+            logger.warning("the ranks have failed and are built again: %s", report)
             self._rebuilding = Future()
             threading.Thread(
                 target=_fulfil, args=(self._rebuilding, self._ranks.rebuild, report), name="raytp-rebuild", daemon=True
@@ -215,6 +215,13 @@ class Engine:
     def _resume(self, transport: Transport, num_kv_blocks: int) -> None:
         self._rebuilding = None
         self._transport = transport
+        before = self._scheduler.config.num_kv_blocks
+        if num_kv_blocks < before:
+            logger.warning(
+                "the new ranks have room for %d KV-cache blocks, those before had %d: see what else uses their memory",
+                num_kv_blocks,
+                before,
+            )
         self._scheduler.replace_pool(num_kv_blocks)
 
     def _step(self) -> None:

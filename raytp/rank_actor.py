@@ -24,8 +24,8 @@ from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, Wo
 if TYPE_CHECKING:
     from workers.worker import Worker
 
-CONCURRENCY_GROUPS = {"status": 1}
-"""`status` and `profile` answer while another method is busy."""
+CONCURRENCY_GROUPS = {"status": 1, "profile": 1}
+"""`status` and `profile` answer while another method is busy, and while the other of them is."""
 
 
 class RankActor:
@@ -60,7 +60,7 @@ class RankActor:
         """How far the start-up has come."""
         return WorkerStatus("starting", 0.0) if self._worker is None else self._worker.status()
 
-    @ray.method(concurrency_group="status")
+    @ray.method(concurrency_group="profile")
     def profile(self, duration_s: float) -> DeviceProfile | None:
         """What the GPU is doing."""
         return self._made_worker().profile(duration_s)

@@ -86,7 +86,11 @@ class RankGroup:
 
     def examine(self, failure: RaytpError) -> str:
         """A failure of these ranks, with all that can be found out about those that have died."""
-        return "\n".join(filter(None, (str(failure), examine(self.nodes, self._run_refs))))
+        try:  # with transport="ray" there is no call that ends with the rank, but any fails once it is dead
+            found = examine(self.nodes, self._run_refs or [rank.status.remote() for rank in self._ranks])
+        except ray.exceptions.RayError as error:
+            found = f"no more can be found out: {error}"
+        return "\n".join(filter(None, (str(failure), found)))
 
     def give_away_placement(self) -> PlacementGroup | None:
         """For the next ranks: from now on it is theirs to remove."""
@@ -104,11 +108,13 @@ class RankGroup:
     def close(self) -> None:
         """Kill every rank and give the resources back; may be called at any time, from another thread, and twice."""
         self._is_closed = True
-        self.kill_ranks()
-        if self._placement_group is not None:
-            with contextlib.suppress(Exception):
-                remove_placement_group(self._placement_group)
-            self._placement_group = None
+        try:
+            self.kill_ranks()
+        finally:
+            if self._placement_group is not None:
+                with contextlib.suppress(Exception):
+                    remove_placement_group(self._placement_group)
+                self._placement_group = None
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`, while steps go on; None for a rank on a CPU."""
@@ -125,15 +131,20 @@ class RankGroup:
         """What to call each rank in a message."""
         return [f"rank {rank} (pid {node.pid} on {node.hostname})" for rank, node in enumerate(self.nodes)]
 
-    def _place(self) -> None:
+    def _check_open(self) -> None:
+        """What was made before this check, `close` may have missed; after the raise, `start` closes once more."""
         if self._is_closed:
             raise EngineClosedError("the engine was shut down before it had started")
+
+    def _place(self) -> None:
+        self._check_open()
         resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
         bundles = [{resource: 1.0}] * self._worker_config.world_size
         if self._placement_group is None:
             remove_abandoned_groups()
             name = group_name(str(ray.get_runtime_context().get_actor_id()))
             self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
+            self._check_open()
         if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
             raise PlacementError(
                 describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
@@ -153,6 +164,7 @@ class RankGroup:
                 max_task_retries=0,
             )
             self._ranks.append(options.remote(self._worker_config, rank, self._epoch))
+        self._check_open()
         self.nodes = self._wait([rank.node_info.remote() for rank in self._ranks], "starting the rank actors")
 
     def _join(self) -> None:
@@ -218,6 +230,8 @@ class RankGroup:
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
         failures = {refs.index(ref): failure for ref in done if (failure := _failure(ref)) is not None}
         for rank, error in failures.items():
+            if _is_hopeless(error):
+                raise RankFailedError(f"{self._name(rank)} failed while {what}: {error}") from error
             if not isinstance(error, ray.exceptions.RayTaskError):  # then it is about the actor
                 end = describe_end(self.nodes[rank] if self.nodes else None, str(error))
                 raise RankDiedError(f"{self._name(rank)} died while {what}: {end}") from error
@@ -238,3 +252,8 @@ def _failure(ref: Any) -> Any:
     except ray.exceptions.RayError as error:
         return error
     return None
+
+
+def _is_hopeless(error: Any) -> bool:
+    """Whether the actor could not even be made, for want of a package say: then it never can."""
+    return isinstance(error, ray.exceptions.RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False)

@@ -12,7 +12,15 @@ import time
 from collections.abc import Callable
 
 from raytp.config import EngineConfig
-from raytp.errors import EngineClosedError, RankDiedError, RaytpError, RendezvousError
+from raytp.errors import (
+    ChannelError,
+    EngineClosedError,
+    KVCacheMemoryError,
+    RankDiedError,
+    RankFailedError,
+    RaytpError,
+    RendezvousError,
+)
 from raytp.outputs import Recovery
 from raytp.rank_group import RankGroup
 from raytp.transport import Transport
@@ -21,6 +29,11 @@ from workers.config import LoadReport, WorkerConfig
 logger = logging.getLogger(__name__)
 
 StatusCallback = Callable[[str, float], None]
+
+_PASSING = (RankDiedError, RendezvousError)
+"""What ends a start and may go better another time."""
+_PASSING_AFTER_RUNNING = (RankFailedError, RendezvousError, ChannelError, KVCacheMemoryError)
+"""The same, of ranks whose like have run before: the memory of those may not have been free yet."""
 
 
 class RankSupply:
@@ -37,6 +50,7 @@ class RankSupply:
         self._epoch = 0
         self._noticed_at = 0.0
         """When the latest failure was."""
+        self._failures: list[tuple[float, str]] = []
         self.recoveries: list[Recovery] = []
         self.group = RankGroup(config, worker_config, epoch=0)
 
@@ -45,11 +59,14 @@ class RankSupply:
 
         Raises RaytpError: what a rank raised, or every cause if all attempts have failed.
         """
+        return self._start(_PASSING)
+
+    def _start(self, passing: tuple[type[RaytpError], ...]) -> tuple[Transport, list[LoadReport]]:
         causes: list[str] = []
         while True:
             try:
                 return self.group.start(self._on_status)
-            except (RankDiedError, RendezvousError) as error:
+            except passing as error:
                 causes.append(str(error))
                 if len(causes) > self._config.max_restarts:
                     self.group.close()
@@ -64,12 +81,19 @@ class RankSupply:
     def examine(self, failure: RaytpError) -> str:
         """See `raytp.engine.RankSource`."""
         self._noticed_at = time.time()
-        return self.group.examine(failure)
+        report = self.group.examine(failure)
+        self._failures.append((self._noticed_at, report))
+        return report
+
+    def failures(self, max_age_s: float) -> list[str]:
+        """The reports of the last `max_age_s`, oldest first; the ranks may not have been replaced yet."""
+        since = time.time() - max_age_s
+        return [report for noticed_at, report in self._failures if noticed_at >= since]
 
     def rebuild(self, report: str) -> tuple[Transport, int]:
         """See `raytp.engine.RankSource`."""
         self._replace_group()
-        transport, reports = self.start()
+        transport, reports = self._start(_PASSING_AFTER_RUNNING)
         rebuild_s = time.time() - self._noticed_at
         self.recoveries.append(
             Recovery(epoch=self._epoch, report=report, noticed_at=self._noticed_at, rebuild_s=rebuild_s)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import ray
 
 from raytp.errors import RankFailedError, StepTimeoutError
-from raytp.transport import GRACE_S, Transport, describe_failures, describe_silence
+from raytp.transport import GRACE_S, MAX_PAUSE_S, Transport, describe_failures, describe_silence
 from scheduler.step import Step, StepResult
 from workers.frames import ERROR, STEP, ErrorReport, Frame, FrameDecoder, encode, read_error, read_result, step_body
 
@@ -36,6 +36,7 @@ class RayTransport(Transport):
         self._in_flight: deque[list[Any]] = deque()
         self._pings = [(rank.status.remote(), time.monotonic()) for rank in ranks]
         """The question to each rank whether it is there, and when it was put."""
+        self._checked_at = time.monotonic()
 
     def send(self, step: Step) -> None:
         """See `Transport.send`."""
@@ -69,6 +70,9 @@ class RayTransport(Transport):
     def check(self) -> None:
         """See `Transport.check`."""
         now = time.monotonic()
+        excess = max(0.0, now - self._checked_at - MAX_PAUSE_S)  # in which nobody looked: see `SocketTransport`
+        self._pings = [(ping, asked_at + excess) for ping, asked_at in self._pings]
+        self._checked_at = now
         silent = []
         for rank, (ping, asked_at) in enumerate(self._pings):
             if ray.wait([ping], timeout=0, fetch_local=False)[0]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from raytp.errors import RankFailedError, StepTimeoutError
+from raytp.errors import FrameError, RankFailedError, StepTimeoutError
 from scheduler.step import Step, StepResult
 from workers.channel import set_timeouts
 from workers.frames import (
@@ -32,6 +32,8 @@ from workers.frames import (
 )
 
 _LISTEN_S = 1.0
+MAX_PAUSE_S = 2.0
+"""Between two looks at what the ranks say. What goes beyond that is no silence of theirs: this process stood still."""
 GRACE_S = 0.5
 """After a first failure, how long to listen for what the other ranks have to say: the first is not always the cause."""
 
@@ -75,6 +77,7 @@ class SocketTransport(Transport):
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder = FrameDecoder(epoch)
         self._heard_at = [time.monotonic()] * len(connections)
+        self._listened_at = time.monotonic()
         self._poller = select.poll()
         self._rank_of_fd = {connection.fileno(): rank for rank, connection in enumerate(connections)}
         for connection in connections:
@@ -117,7 +120,9 @@ class SocketTransport(Transport):
         """Read what each rank has sent; the result, if it came. Raises RankFailedError for the dead and the silent."""
         failures = {}
         result = None
-        for rank in self._poll(timeout_s):
+        readable = self._poll(timeout_s)
+        self._forgive_pause()
+        for rank in readable:
             frame = self._read(rank)
             self._heard_at[rank] = time.monotonic()
             if frame is None or frame.kind == ERROR:
@@ -131,6 +136,13 @@ class SocketTransport(Transport):
         if silent:
             raise RankFailedError(describe_silence(silent, self._heartbeat_timeout_s))
         return result
+
+    def _forgive_pause(self) -> None:
+        """Silence counts only while somebody listened: a machine that was frozen has no silent ranks when it wakes."""
+        now = time.monotonic()
+        excess = max(0.0, now - self._listened_at - MAX_PAUSE_S)
+        self._heard_at = [heard_at + excess for heard_at in self._heard_at]
+        self._listened_at = now
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -149,6 +161,8 @@ class SocketTransport(Transport):
             return self._decoder.decode(self._connections[rank].recv_bytes())
         except BlockingIOError:
             raise StepTimeoutError(f"{self._names[rank]} stopped in the middle of an answer") from None
+        except FrameError as error:
+            raise FrameError(f"{self._names[rank]} sent what cannot be read: {error}") from error
         except (EOFError, OSError):
             self._poller.unregister(self._connections[rank].fileno())
             return None
@@ -168,7 +182,7 @@ def describe_silence(names: Sequence[str], heartbeat_timeout_s: float) -> str:
     """These ranks' processes do not even say that they are alive."""
     return (
         f"nothing was heard of {', '.join(names)} for heartbeat_timeout_s={heartbeat_timeout_s:g}: stopped, swapped "
-        f"out, or cut off from the network"
+        f"out, or cut off from the network; raise heartbeat_timeout_s if such pauses are to be expected"
     )
 
 

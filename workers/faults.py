@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests and for those who want to see what happens: `raytp chaos`.
+"""Faults on purpose, for tests and for those who want to see what happens: the setting `faults`.
 
 A rank that reaches a named point kills or stops itself, raises, is late, or damages what it received. Called by
 `workers.worker`; costs nothing where no fault was asked for.
@@ -43,6 +43,8 @@ class Fault:
             raise ConfigError(f"kind={self.kind!r} is no kind of fault: choose one of {', '.join(KINDS)}")
         if self.point not in POINTS:
             raise ConfigError(f"point={self.point!r} is no point to have a fault at: choose one of {', '.join(POINTS)}")
+        if self.rank < 0 or self.nth < 1:
+            raise ConfigError(f"rank={self.rank} must be at least 0, and nth={self.nth} at least 1")
         if (self.kind == "corrupt") != (self.point == "frame"):
             raise ConfigError(
                 f"a fault of kind {self.kind} cannot happen at {self.point}: corrupt and frame go together"

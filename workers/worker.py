@@ -138,7 +138,8 @@ class Worker:
         answering = threading.Thread(target=self._answer, args=(connection, outcomes), name="raytp-answer", daemon=True)
         answering.start()
         is_over = threading.Event()
-        threading.Thread(target=self._beat, args=(connection, is_over), name="raytp-beat", daemon=True).start()
+        beating = threading.Thread(target=self._beat, args=(connection, is_over), name="raytp-beat", daemon=True)
+        beating.start()
         try:
             while (frame := self._receive(connection)) is not None:
                 outcome = self._execute(frame)
@@ -150,6 +151,7 @@ class Worker:
             is_over.set()
             outcomes.put(None)
             answering.join(timeout=self._config.timeout_s)
+            beating.join(timeout=_HEARTBEAT_INTERVAL_S)  # else it might write to what is opened next under this number
             connection.close()
 
     def execute(self, data: bytes) -> bytes | None:

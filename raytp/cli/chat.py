@@ -32,6 +32,7 @@ def run(sampling: SamplingParams, options: EngineOptions, *, system: str | None)
         if sys.stdin.isatty() and sys.stdout.isatty():
             _talk(session)
         else:
+            console.keep_results_apart()
             for line in sys.stdin:
                 if not session.take(line.strip(), is_interruptible=False):
                     break

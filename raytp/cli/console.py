@@ -8,6 +8,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import TextIO
+
+_results: TextIO | None = None
+"""Standard output, while nobody else is to use it."""
 
 
 def prepare_streams() -> None:
@@ -15,6 +19,8 @@ def prepare_streams() -> None:
 
     A stream that the shell has closed, which Python leaves out, reads as empty and takes everything.
     """
+    global _results
+    _results = None
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the rest of the process)
@@ -37,15 +43,25 @@ def print_note(text: str) -> None:
     _print(text, "dim")
 
 
+def keep_results_apart() -> None:
+    """From now on standard output is for `write` alone.
+
+    What others print, such as Ray its news of dead workers, some of it at exit, goes to standard error.
+    """
+    global _results
+    _results, sys.stdout = sys.stdout, sys.stderr
+
+
 def write(text: str) -> None:
     """Put a result on standard output, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    out = _results or sys.stdout
+    out.write(text)
+    out.flush()
 
 
 def discard_stdout() -> None:
     """Let what is still to be flushed at exit go nowhere: its reader has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (_results or sys.stdout).fileno())
 
 
 def _print(text: str, style: str) -> None:

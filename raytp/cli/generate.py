@@ -48,6 +48,7 @@ def run(
 ) -> None:
     """Start an engine, answer and print. `use_chat` None: if the model has a chat template."""
     validate(sampling)
+    console.keep_results_apart()
     with options.start() as llm:
         if use_chat is None:
             use_chat = has_chat_template(llm)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import raytp.transport
 from raytp.errors import RankFailedError, StepTimeoutError
 from raytp.transport import SocketTransport
 from scheduler.step import StepResult
@@ -445,6 +446,18 @@ def test_a_long_step_is_told_from_a_stopped_process_by_its_heartbeats(kind: str)
 
     threading.Thread(target=compute, daemon=True).start()
     assert transport.receive().token_ids.tolist() == [5]
+
+
+def test_a_pause_of_the_driver_itself_is_no_rank_s_silence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole machine was frozen, say: nobody could speak, and nobody listened."""
+    monkeypatch.setattr(raytp.transport, "MAX_PAUSE_S", 0.1)
+    drivers, _ranks = pairs(kind, 2)
+    transport = transport_of(drivers, timeout_s=20, heartbeat_timeout_s=0.4)
+    for _ in range(2):
+        time.sleep(0.6)
+        transport.check()
+    with pytest.raises(RankFailedError, match="nothing was heard of rank 0, rank 1"):
+        transport.receive()
 
 
 @pytest.mark.parametrize("is_idle", [False, True])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -100,12 +104,16 @@ def test_a_report_names_the_rank_its_process_and_what_it_said() -> None:
     assert "rank 0 (pid " in damaged
 
 
-def test_a_crash_is_named_by_its_signal() -> None:
+def test_a_crash_is_named_by_its_signal_and_the_user_is_told_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
     with LLM(TRIVIA, 2, device="cpu") as llm:
         llm.generate("Hello", GREEDY)
         os.kill(rank_pids()[0], signal.SIGSEGV)
         assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 20
-        assert "Fatal Python error: Segmentation fault; its log ends with:" in llm.recoveries()[0].report
+        report = llm.recoveries()[0].report
+        assert "Fatal Python error: Segmentation fault; its log ends with:" in report
+        assert [
+            record.getMessage().startswith(f"{report}\nThe ranks are being replaced") for record in caplog.records
+        ] == [True]
 
 
 def test_a_request_that_kills_the_ranks_ends_alone() -> None:
@@ -150,3 +158,48 @@ def test_ranks_that_end_while_there_is_nothing_to_do_are_replaced_before_the_nex
         assert ids(llm.generate("Hello", GREEDY)) == ids(first)
         assert len(llm.recoveries()) == 1
         assert len(rank_pids()) == 2
+
+
+def ranks_under(ancestor: int) -> list[int]:
+    """Ranks at work that descend from a process."""
+    parents, ranks = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(b"ray::RankActor.run"):
+                ranks.append(int(folder.name))
+    for pid in ranks:
+        parent = pid
+        while parent > 1 and parent != ancestor:
+            parent = parents.get(parent, 0)
+        if parent == ancestor:
+            return ranks
+    return []
+
+
+def test_the_command_says_on_standard_error_what_happens_and_its_results_stay_clean(tmp_path: Path) -> None:
+    """Ray prints the death of a worker on standard output."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"number {index}\n" for index in range(200)))
+    options = ["--model", TRIVIA, "-t", "2", "--device", "cpu", "--max-tokens", "100", "--no-chat", "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "raytp.cli", "generate", "--file", str(prompts), "--lines", *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (ranks := ranks_under(command.pid)):
+            assert time.monotonic() < deadline
+            assert command.poll() is None
+            time.sleep(0.02)
+        os.kill(ranks[0], signal.SIGKILL)
+        output, errors = command.communicate(timeout=120)
+    finally:
+        command.kill()
+    assert command.returncode == 0, errors
+    assert [json.loads(line)["error"] for line in output.splitlines()] == [None] * 200
+    assert errors.count("The ranks are being replaced") == 1
