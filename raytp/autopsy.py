@@ -44,20 +44,16 @@ class Traces:
 _NO_TRACES = Traces(log="", num_oom_kills=0)
 
 
-def examine(nodes: Sequence[NodeInfo], run_refs: Sequence[Any]) -> str:
-    """What there is to say of each rank whose process has ended, by rank; empty if none has.
+def examine(nodes: Sequence[NodeInfo], run_refs: Sequence[Any]) -> dict[int, str]:
+    """Why each rank whose process has ended did so, by rank; empty if none has.
 
     `run_refs`: a call on each rank, which fails if the rank has died.
     """
     if not run_refs:
-        return ""
+        return {}
     ended, _ = ray.wait(list(run_refs), num_returns=len(run_refs), timeout=_NOTICE_S, fetch_local=False)
     deaths = {rank: _death(ref) for rank, ref in enumerate(run_refs) if ref in ended}
-    return "\n".join(
-        f"rank {rank} (pid {nodes[rank].pid} on {nodes[rank].hostname}): {describe_end(nodes[rank], death)}"
-        for rank, death in deaths.items()
-        if death is not None
-    )
+    return {rank: describe_end(nodes[rank], death) for rank, death in deaths.items() if death is not None}
 
 
 def describe_end(node: NodeInfo | None, death: str) -> str:

@@ -52,6 +52,8 @@ class DriverClient:
         self._made_at = time.monotonic()
         self._num_told = 0
         """Failures of ranks that the user has been told of."""
+        self._is_waiting = False
+        """For ranks to be replaced, as the user has been told."""
         self._client_ids: set[str] = set()
         """Those that have something running."""
         self._is_closed = threading.Event()
@@ -139,6 +141,9 @@ class DriverClient:
         updates: list[CompletionUpdate] = self._get(self._call("poll", client_id, timeout_s), timeout_s)
         if not updates and timeout_s > 0:
             self._tell_of_failures()
+        elif updates and self._is_waiting:
+            self._is_waiting = False
+            logger.warning("The ranks have been replaced, and answers come again.")
         return updates
 
     def _tell_of_failures(self) -> None:
@@ -146,6 +151,7 @@ class DriverClient:
         reports: list[str] = self._get(self._call("failures", time.monotonic() - self._made_at))
         for report in reports[self._num_told :]:
             logger.warning("%s\nThe ranks are being replaced. What was asked goes on when they are ready.", report)
+            self._is_waiting = True
         self._num_told = len(reports)
 
     def abort(self, client_id: str, request_id: int, index: int, finish_reason: str) -> None:

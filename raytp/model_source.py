@@ -66,7 +66,7 @@ def resolve_model(model: str | os.PathLike[str] | None, on_progress: ProgressCal
         return _check_directory(path)
     if path.is_file():
         return _resolve_file(path, on_progress)
-    if isinstance(model, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(model):
+    if isinstance(model, str) and path.suffix != ".gguf" and model[:1] != "." and _HUB_ID.fullmatch(model):
         return _download(model, on_progress)
     raise ModelNotFoundError(
         f"there is no model at {path}: name a Hugging Face directory, a .gguf file or a hub id such as Qwen/Qwen3-0.6B"

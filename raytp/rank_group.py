@@ -30,7 +30,7 @@ from raytp.errors import (
 from raytp.placement import describe_shortage, group_name, remove_abandoned_groups
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
-from raytp.transport import GRACE_S, SocketTransport, Transport
+from raytp.transport import DIED, GRACE_S, SocketTransport, Transport
 from workers.channel import Listener
 from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
@@ -89,8 +89,16 @@ class RankGroup:
         try:  # with transport="ray" there is no call that ends with the rank, but any fails once it is dead
             found = examine(self.nodes, self._run_refs or [rank.status.remote() for rank in self._ranks])
         except ray.exceptions.RayError as error:
-            found = f"no more can be found out: {error}"
-        return "\n".join(filter(None, (str(failure), found)))
+            return f"{failure}\nno more can be found out: {error}"
+        report = str(failure)
+        for rank, cause in found.items():
+            name = self._name(rank)
+            unexplained = f"{name} {DIED}"
+            if unexplained in report:
+                report = report.replace(unexplained, f"{name} died: {cause}")
+            else:
+                report += f"\n{name} has died: {cause}"
+        return report
 
     def give_away_placement(self) -> PlacementGroup | None:
         """For the next ranks: from now on it is theirs to remove."""

@@ -34,6 +34,8 @@ from workers.frames import (
 _LISTEN_S = 1.0
 MAX_PAUSE_S = 2.0
 """Between two looks at what the ranks say. What goes beyond that is no silence of theirs: this process stood still."""
+DIED = "died without a word"
+"""Of a rank whose connection has ended; `raytp.rank_group` finds out more."""
 GRACE_S = 0.5
 """After a first failure, how long to listen for what the other ranks have to say: the first is not always the cause."""
 
@@ -193,7 +195,7 @@ def describe_failures(failures: dict[int, ErrorReport | None], names: Sequence[s
     """
     if not failures:
         return "a rank failed, and no rank said why"
-    lines = [f"{names[rank]} died without a word" for rank, report in sorted(failures.items()) if report is None]
+    lines = [f"{names[rank]} {DIED}" for rank, report in sorted(failures.items()) if report is None]
     is_consequence = bool(lines)
     for rank, report in sorted(failures.items()):
         if report is not None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from raytp.llm import LLM
 
 _OUTPUT_FORMATS = ("jsonl", "parquet")
+_OTHER_FORMATS = ("csv", "gz", "json", "tsv", "txt", "xlsx")
+"""Names that nobody means for a folder."""
 
 
 class BatchInterrupted(KeyboardInterrupt):
@@ -254,6 +256,8 @@ def _find_output_format(output: Location, given: str | None, input_format: str) 
         raise ConfigError(f"output_format={given!r} must be one of {', '.join(_OUTPUT_FORMATS)}")
     extension = output.name.rpartition(".")[2]
     by_name = extension if extension in _OUTPUT_FORMATS else None
+    if extension in _OTHER_FORMATS:
+        raise ConfigError(f"{output} cannot be written as {extension}: name a .jsonl or .parquet file, or a folder")
     if by_name is not None and given not in (None, by_name):
         raise ConfigError(f"output_format={given!r} contradicts the name of {output}")
     chosen = by_name or given or ("parquet" if input_format == "parquet" else "jsonl")

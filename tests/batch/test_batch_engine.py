@@ -208,6 +208,7 @@ def test_closing_complete_ends_what_is_on_its_way(llm):
         (["in.jsonl", "nosuch://bucket/out.jsonl"], "the output nosuch://bucket/out.jsonl cannot be used"),
         (["in.jsonl", "out.parquet"], "the output of requests in OpenAI's format is JSONL"),
         (["in.jsonl", "out.jsonl", "--output-format", "parquet"], "contradicts the name"),
+        (["in.jsonl", "out.csv"], "out.csv cannot be written as csv: name a .jsonl or .parquet file"),
         (["in.jsonl", "out.jsonl", "--temperature", "-1"], "temperature=-1"),
         (["in.jsonl", "full", "--model", str(MODEL)], "full holds in.jsonl and no earlier run"),
     ],

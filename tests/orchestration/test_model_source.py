@@ -147,7 +147,9 @@ def test_missing_default_model_names_the_command(monkeypatch: pytest.MonkeyPatch
         resolve_model(None)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "missing.gguf", "folder/missing.gguf"])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./nowhere", "../nowhere", "./no/where", "/no/where", "missing.gguf", "folder/missing.gguf"]
+)
 def test_path_that_is_not_there(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no model at"):
         resolve_model(name)
