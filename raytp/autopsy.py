@@ -41,6 +41,11 @@ class Traces:
     """See `count_oom_kills`."""
 
 
+_LOW_MEMORY = "killed by Ray's memory monitor, since its node ran low on memory"
+_NO_MEMORY = "killed by the kernel, which ran out of memory"
+_LOST_NODE = "its node was lost"
+ACCIDENTS = (_LOW_MEMORY, _NO_MEMORY, _LOST_NODE)
+"""How a cause begins that is nothing a request can do."""
 _NO_TRACES = Traces(log="", num_oom_kills=0)
 
 
@@ -88,14 +93,14 @@ def kill_rank(pid: int) -> None:
 def describe_death(death: str, log: str, *, is_oom: bool = False) -> str:
     """One line, from what Ray says of an actor's death, the end of its log, and what the kernel did meanwhile."""
     if "low on memory" in death or "memory monitor" in death.lower():
-        return "killed by Ray's memory monitor, since its node ran low on memory: use a larger node, or more ranks"
+        return f"{_LOW_MEMORY}: use a larger node, or more ranks"
     if "node has died" in death or "node was terminated" in death:
-        return "its node was lost"
+        return _LOST_NODE
     fatal = _FATAL.search(log)
     if fatal is not None:
         return fatal[0]
     if is_oom:
-        return "killed by the kernel, which ran out of memory: use a larger node, or more ranks"
+        return f"{_NO_MEMORY}: use a larger node, or more ranks"
     code = _EXIT_CODE.search(death)
     if code is not None:
         return f"it ended with exit code {code[1]}"

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from raytp.completion import Completion
 from raytp.errors import ChannelError, EngineClosedError, EngineError
 from raytp.mailbox import Mailroom
-from raytp.outputs import CompletionUpdate, Request
+from raytp.outputs import CompletionUpdate, Failure, Request
 from raytp.transport import Transport
 from scheduler.errors import RaytpError, RequestError
 from scheduler.scheduler import Scheduler
@@ -34,6 +34,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _IDLE_CHECK_S = 1.0
 """How often ranks that have nothing to do are asked after."""
 _RECOVERY_CHECK_S = 0.1
+_MAX_CULPRITS = 16
+"""Requests in a row that may be to blame for a death before it is the ranks themselves."""
 _Answer = TypeVar("_Answer")
 _Ranks: TypeAlias = tuple[Transport, int]
 """The way to new ranks, and their num_kv_blocks."""
@@ -42,7 +44,7 @@ _Ranks: TypeAlias = tuple[Transport, int]
 class RankSource(Protocol):
     """Where new ranks come from when the old ones have died."""
 
-    def examine(self, failure: RaytpError) -> str:
+    def examine(self, failure: RaytpError) -> Failure:
         """Everything that can be found out about a failure of the present ranks. Takes seconds at most."""
         ...
 
@@ -75,7 +77,8 @@ class Engine:
         self._ranks = ranks
         self._max_restarts = max_restarts
         self._num_restarts = 0
-        """Since the last step that was finished."""
+        self._num_culprits = 0
+        """Both since the last step that was finished."""
         self._rebuilding: Future[_Ranks] | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._completions: dict[int, Completion] = {}
@@ -198,13 +201,16 @@ class Engine:
             self._step()
         except (EngineError, ChannelError) as failure:
             self._transport.close()
-            report = self._ranks.examine(failure)
-            self._scheduler.lose_ranks(report)
-            self._num_restarts += 1
-            if self._num_restarts > self._max_restarts:
+            found = self._ranks.examine(failure)
+            report = found.report
+            is_explained = self._scheduler.lose_ranks(report, is_accident=found.is_accident)
+            self._num_restarts += not is_explained
+            self._num_culprits += is_explained
+            if self._num_restarts > self._max_restarts or self._num_culprits > _MAX_CULPRITS:
                 raise EngineError(
-                    f"the ranks died {self._num_restarts} times in a row before they had finished a step "
-                    f"(max_restarts={self._max_restarts}): {report}"
+                    f"the ranks died {self._num_restarts + self._num_culprits} times in a row before they had finished "
+                    f"a step (max_restarts={self._max_restarts}), {self._num_culprits} of them with one request alone: "
+                    f"{report}"
                 ) from failure
             logger.warning("the ranks have failed and are built again: %s", report)
             self._rebuilding = Future()
@@ -232,7 +238,7 @@ class Engine:
         assert step or num_in_flight or not self._scheduler.has_unfinished, "sequences wait, and nothing can run"
         if num_in_flight == _MAX_IN_FLIGHT or (step is None and num_in_flight):
             self._scheduler.postprocess(self._transport.receive())
-            self._num_restarts = 0
+            self._num_restarts = self._num_culprits = 0
         elif num_in_flight == 0:
             self._transport.check()
 

@@ -142,6 +142,16 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """That ranks are of no use any more."""
+
+    report: str
+    """All that could be found out."""
+    is_accident: bool
+    """It is nothing that a request can cause: a lost node, or one that ran out of memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """That the ranks have died, and others have taken their place."""
 

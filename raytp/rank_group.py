@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytp.autopsy import describe_end, examine, kill_processes
+from raytp.autopsy import ACCIDENTS, describe_end, examine, kill_processes
 from raytp.config import EngineConfig
 from raytp.errors import (
     EngineClosedError,
@@ -27,6 +27,7 @@ from raytp.errors import (
     RendezvousError,
     StartTimeoutError,
 )
+from raytp.outputs import Failure
 from raytp.placement import describe_shortage, group_name, remove_abandoned_groups
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
@@ -84,12 +85,12 @@ class RankGroup:
             self.close()
             raise
 
-    def examine(self, failure: RaytpError) -> str:
+    def examine(self, failure: RaytpError) -> Failure:
         """A failure of these ranks, with all that can be found out about those that have died."""
         try:  # with transport="ray" there is no call that ends with the rank, but any fails once it is dead
             found = examine(self.nodes, self._run_refs or [rank.status.remote() for rank in self._ranks])
         except ray.exceptions.RayError as error:
-            return f"{failure}\nno more can be found out: {error}"
+            return Failure(report=f"{failure}\nno more can be found out: {error}", is_accident=False)
         report = str(failure)
         for rank, cause in found.items():
             name = self._name(rank)
@@ -98,7 +99,7 @@ class RankGroup:
                 report = report.replace(unexplained, f"{name} died: {cause}")
             else:
                 report += f"\n{name} has died: {cause}"
-        return report
+        return Failure(report=report, is_accident=any(cause.startswith(ACCIDENTS) for cause in found.values()))
 
     def give_away_placement(self) -> PlacementGroup | None:
         """For the next ranks: from now on it is theirs to remove."""

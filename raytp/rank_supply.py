@@ -21,7 +21,7 @@ from raytp.errors import (
     RaytpError,
     RendezvousError,
 )
-from raytp.outputs import Recovery
+from raytp.outputs import Failure, Recovery
 from raytp.rank_group import RankGroup
 from raytp.transport import Transport
 from workers.config import LoadReport, WorkerConfig
@@ -78,12 +78,12 @@ class RankSupply:
                 logger.warning("the ranks are started again: %s", error)
                 self._replace_group()
 
-    def examine(self, failure: RaytpError) -> str:
+    def examine(self, failure: RaytpError) -> Failure:
         """See `raytp.engine.RankSource`."""
         self._noticed_at = time.time()
-        report = self.group.examine(failure)
-        self._failures.append((self._noticed_at, report))
-        return report
+        found = self.group.examine(failure)
+        self._failures.append((self._noticed_at, found.report))
+        return found
 
     def failures(self, max_age_s: float) -> list[str]:
         """The reports of the last `max_age_s`, oldest first; the ranks may not have been replaced yet."""

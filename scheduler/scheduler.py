@@ -108,13 +108,18 @@ class Scheduler:
         if acquitted is not None and acquitted.status is SequenceStatus.RUNNING:
             self._preempt(acquitted)  # the next one to be tried runs alone, too
 
-    def lose_ranks(self, report: str) -> None:
+    def lose_ranks(self, report: str, *, is_accident: bool = False) -> bool:
         """The ranks have died: every sequence is computed again, oldest first, in a pool of the same size.
 
-        The sequence that is to blame, if that is clear, ends with `report` as its error (see `scheduler.suspects`).
+        Returns whether a sequence is clearly to blame, which none is for an accident, such as a lost node. It ends with
+        `report` as its error (see `scheduler.suspects`).
         """
         in_flight = {seq.seq_id: seq for builder in self._in_flight for seq in builder.sequences}
-        culprit = self._suspects.record_death(seq for seq in in_flight.values() if seq.status is not _FINISHED)
+        culprit = None
+        if is_accident:
+            self._suspects.excuse()
+        else:
+            culprit = self._suspects.record_death(seq for seq in in_flight.values() if seq.status is not _FINISHED)
         self._in_flight.clear()
         self._next_step_id = 0
         for seq in reversed(list(self.running.values())):
@@ -125,6 +130,7 @@ class Scheduler:
         if culprit is not None:
             self._finish(culprit, "error", error=f"the ranks died each time that they computed this request: {report}")
         self.waiting = deque(seq for seq in self.waiting if seq not in self._suspects.to_try)
+        return culprit is not None
 
     def replace_pool(self, num_kv_blocks: int) -> None:
         """New ranks have a pool of this size, and nothing in it. No sequence may run."""
@@ -148,26 +154,6 @@ class Scheduler:
             num_cached_tokens=self._num_cached_tokens,
             num_preemptions=self._num_preemptions,
         )
-
-    def check_invariants(self) -> None:
-        """Assert what must hold between any two calls."""
-        sequences = self._sequences.values()
-        self.block_manager.check_invariants(seq.block_table for seq in sequences)
-        slots = [seq.slot for seq in self.running.values()]
-        assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
-            range(self.config.max_num_seqs)
-        )
-        waiting = [*self.waiting, *self._suspects.to_try]
-        assert sorted(map(id, sequences)) == sorted(map(id, [*waiting, *self.running.values()]))
-        for seq in waiting:
-            assert not seq.block_table
-            assert seq.slot is None
-            assert seq.num_computed_tokens == 0
-        for seq in self.running.values():
-            assert seq.num_computed_tokens <= seq.length
-            assert len(seq.block_table) >= self.block_manager.num_blocks_for(seq.num_computed_tokens)
-            unpublished = seq.block_table[seq.num_hashed_blocks :]
-            assert all(self.block_manager.blocks[block_id].hash is None for block_id in unpublished)
 
     def _schedule_running(self, seq: Sequence, builder: StepBuilder) -> None:
         length = seq.num_tokens + seq.num_pending_tokens

@@ -37,6 +37,12 @@ class Suspects:
         self.to_try.extendleft(reversed(suspects))
         return None
 
+    def excuse(self) -> None:
+        """The ranks have died of something that no sequence does: whoever was on trial will be tried again."""
+        if self.on_trial is not None:
+            self.to_try.appendleft(self.on_trial)
+            self.on_trial = None
+
     def begin_trial(self) -> Sequence | None:
         """The sequence to be tried next, if there is any and none is on trial."""
         if self.on_trial is None and self.to_try:

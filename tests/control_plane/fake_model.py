@@ -200,11 +200,11 @@ class Harness:
         self.check()
         return step
 
-    def lose_ranks(self) -> None:
+    def lose_ranks(self, *, is_accident: bool = False) -> None:
         """The ranks die, with the results on their way, and are built again."""
         self.results.clear()
         self.ranks = type(self.ranks)(self.config)
-        self.scheduler.lose_ranks("killed")
+        self.scheduler.lose_ranks("killed", is_accident=is_accident)
         self.check()
 
     def postprocess(self) -> None:
@@ -236,7 +236,7 @@ class Harness:
 
     def check(self) -> None:
         """The scheduler's own invariants, and what the updates tell."""
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         self._take(self.scheduler.take_updates())
 
     def _take(self, updates: list[SequenceUpdate]) -> None:
@@ -258,6 +258,26 @@ class Harness:
         assert (story.token_ids, story.finish_reason) == (token_ids, finish_reason)
         assert (story.error is None) == (finish_reason != "error")
         assert story.stop_token_id == (token_ids[-1] if finish_reason == "stop" else None)
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Assert what must hold between any two calls."""
+    manager, sequences = scheduler.block_manager, scheduler._sequences.values()
+    manager.check_invariants(seq.block_table for seq in sequences)
+    slots = [seq.slot for seq in scheduler.running.values()]
+    used_slots = [slot for slot in slots if slot is not None]
+    assert sorted([*scheduler._free_slots, *used_slots]) == list(range(scheduler.config.max_num_seqs))
+    waiting = [*scheduler.waiting, *scheduler._suspects.to_try]
+    assert sorted(map(id, sequences)) == sorted(map(id, [*waiting, *scheduler.running.values()]))
+    for seq in waiting:
+        assert not seq.block_table
+        assert seq.slot is None
+        assert seq.num_computed_tokens == 0
+    for seq in scheduler.running.values():
+        assert seq.num_computed_tokens <= seq.length
+        assert len(seq.block_table) >= manager.num_blocks_for(seq.num_computed_tokens)
+        unpublished = seq.block_table[seq.num_hashed_blocks :]
+        assert all(manager.blocks[block_id].hash is None for block_id in unpublished)
 
 
 def run_all(

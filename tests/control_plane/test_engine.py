@@ -14,7 +14,7 @@ import pytest
 import raytp.engine as engine_module
 from raytp.engine import Engine
 from raytp.errors import EngineClosedError, EngineError, RankFailedError
-from raytp.outputs import CompletionUpdate, Request
+from raytp.outputs import CompletionUpdate, Failure, Request
 from raytp.transport import Transport
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RaytpError
@@ -64,8 +64,8 @@ class FakeRankSource:
         self.gate = threading.Event()
         self.gate.set()
 
-    def examine(self, failure: RaytpError) -> str:
-        return f"{failure}, seen closely"
+    def examine(self, failure: RaytpError) -> Failure:
+        return Failure(report=f"{failure}, seen closely", is_accident=False)
 
     def rebuild(self, report: str) -> tuple[Transport, int]:
         self.reports.append(report)
@@ -358,13 +358,15 @@ def test_an_engine_is_closed_while_its_ranks_are_built_again(rig: Rig) -> None:
 
 def test_ranks_that_never_finish_a_step_are_given_up(rig: Rig) -> None:
     rig.transport.before_receive = rig.ranks.before_receive = _fail_sometimes([], every=1)
-    rig.engine.submit("a", [rig.request(i, [1, i]) for i in range(5)])
+    rig.engine.submit("a", [rig.request(i, [1, i]) for i in range(30)])
 
     def wait() -> None:
         while True:
             rig.engine.poll("a", 5)
 
-    with pytest.raises(EngineError, match=r"died 4 times in a row before they had finished a step \(max_restarts=3\)"):
+    with pytest.raises(
+        EngineError, match=r"died 12 times in a row .*\(max_restarts=3\), 8 of them with one request alone"
+    ):
         wait()
 
 

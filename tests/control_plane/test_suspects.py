@@ -112,6 +112,22 @@ def test_two_early_deaths_in_a_row_are_followed_by_trials_that_all_pass() -> Non
         harness.assert_as_expected(seq_id)
 
 
+def test_an_accident_convicts_nobody_not_even_whoever_is_on_trial() -> None:
+    harness = Harness(make_config())
+    for seq_id in range(3):
+        harness.add(make_sequence(seq_id, [seq_id, 1, 2], max_tokens=30))
+    for _ in range(2):
+        harness.advance(2)
+        harness.lose_ranks()
+    for _ in range(4):  # each time in the first step of a trial
+        harness.advance(2)
+        assert harness.scheduler._suspects.on_trial is not None
+        harness.lose_ranks(is_accident=True)
+    harness.run()
+    for seq_id in harness.stories:
+        harness.assert_as_expected(seq_id)
+
+
 @pytest.mark.parametrize("num_kv_blocks", [64, 6, 3])
 def test_a_pool_of_another_size(num_kv_blocks: int) -> None:
     """A smaller group has less memory: what no longer fits ends with an error that says so, the others go on."""
