@@ -58,15 +58,21 @@ class Cluster:
         assert (status, f"engine {name} is ready" in out) == (0, True), errors
 
 
+_others: tuple[set[int], set[str]] = (set(), set())
+"""Processes and placement groups of engines that other tests of the session keep."""
+
+
 def pids() -> set[int]:
-    """Processes of all drivers and ranks that Ray knows to be alive."""
+    """Processes of these tests' drivers and ranks that Ray knows to be alive."""
     classes = ("Driver", "RankActor")
-    return {each["Pid"] for each in actors().values() if each["ActorClassName"] in classes and each["State"] != "DEAD"}
+    alive = {each["Pid"] for each in actors().values() if each["ActorClassName"] in classes and each["State"] != "DEAD"}
+    return alive - _others[0]
 
 
 def groups() -> list[str]:
-    """Placement groups that there are."""
-    return [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    """Placement groups that these tests have made."""
+    names = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    return [name for name in names if name not in _others[1]]
 
 
 def runs(pid: int) -> bool:
@@ -88,6 +94,8 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None
 @pytest.fixture(scope="session")
 def cluster(ray_session: None) -> Cluster:
     """The cluster, as a job sees it."""
+    global _others
+    _others = pids(), set(groups())
     return Cluster()
 
 

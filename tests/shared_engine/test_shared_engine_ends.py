@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray._private.state import actors
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from raytp import LLM, SamplingParams
 from raytp.config import make_engine_config
@@ -109,7 +109,14 @@ def test_a_driver_that_dies() -> None:
 @contextmanager
 def no_free_cpu() -> Iterator[Callable[[], None]]:
     """An engine waits for resources; what is given lets it go on."""
-    others = placement_group([{"CPU": 1}] * int(ray.available_resources()["CPU"]), name="others")
+    held = sum(
+        bundle.get("CPU", 0.0)
+        for group in placement_group_table().values()
+        if group["state"] != "REMOVED"
+        for bundle in group["bundles"].values()
+    )
+    # Ray's own count of what is free lags behind.
+    others = placement_group([{"CPU": 1}] * int(ray.cluster_resources()["CPU"] - held), name="others")
     assert others.wait(_PROMPTLY_S)
     yield lambda: remove_placement_group(others)
     remove_placement_group(others)
@@ -119,8 +126,10 @@ def no_free_cpu() -> Iterator[Callable[[], None]]:
 def wait_for_stage(process: subprocess.Popen[str], stage: str) -> None:
     """Until serve-engine says that it has come so far."""
     assert process.stderr is not None
-    while (line := process.stderr.readline().strip()) != stage:
-        assert line, f"{stage} never came"
+    lines: list[str] = []
+    while not lines or lines[-1].strip() != stage:
+        lines.append(process.stderr.readline())
+        assert lines[-1], f"{stage} never came: {''.join(lines)}"
 
 
 @pytest.mark.parametrize(
