@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels import reference_ops
 from workers.kernels.gemv import fits_gemv, gemv
+from workers.kernels.overlap import can_overlap
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -32,18 +34,30 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @triton.jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    if OVERLAP:
+        gdc_wait()
     x = tl.load(x_ptr + row * size + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         x = x + tl.load(residual_ptr + row * size + columns, mask=mask, other=0.0)
         tl.store(residual_ptr + row * size + columns, x, mask=mask)
     exact = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     tl.store(out_ptr + row * size + columns, (exact * scale).to(weight.dtype) * weight, mask=mask)
 
 
@@ -64,6 +78,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
+    overlap = can_overlap(x.device)
     _rms_norm_kernel[(x.numel() // size,)](
         x,
         residual,
@@ -73,12 +88,19 @@ def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Te
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
+        launch_pdl=overlap,
     )
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, num_columns, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
@@ -94,7 +116,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, num_columns)
     block = min(1024, triton.next_power_of_2(num_columns))
-    _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, block))](gate_up, out, num_columns, BLOCK=block, num_warps=4)
+    overlap = can_overlap(gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+        gate_up, out, num_columns, BLOCK=block, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+    )
     return out
 
 
@@ -116,7 +141,10 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     num_heads = num_q_heads + 2 * num_kv_heads
@@ -125,6 +153,8 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     offsets = heads[:, None] * (2 * HALF) + columns[None, :]
     mask = (heads < num_heads)[:, None] & is_column
     token_ptr = qkv_ptr + token * num_heads * (2 * HALF)
+    if OVERLAP:
+        gdc_wait()
     first = tl.load(token_ptr + offsets, mask=mask, other=0.0)
     second = tl.load(token_ptr + HALF + offsets, mask=mask, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)  # 64 bits: offsets pass 2**31 in a large cache
@@ -176,6 +206,7 @@ def norm_rope_store(
     cos, sin = cos_sin
     q_weight, k_weight = qk_weights if qk_weights is not None else (None, None)
     block_heads = 8
+    overlap = can_overlap(qkv.device)
     _norm_rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, block_heads))](
         qkv,
         cos,
@@ -193,6 +224,8 @@ def norm_rope_store(
         HALF=head_dim // 2,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=block_heads,
+        OVERLAP=overlap,
         num_warps=4,
+        launch_pdl=overlap,
     )
     return q

@@ -4,22 +4,21 @@ gives it.
 y = x @ W^T with x (1, K) and W (N, K). A program takes BLOCK_N rows of W, all columns at once, and sums their products
 with x element by element.
 
-Programmatic dependent launch: a program may start before the kernel before it in the stream has ended. Until then it
-reads nothing but W, which no kernel writes; x is read, and the result written, after the wait. So whoever fills a
-weight must have another kernel, or a synchronisation, between that and this.
+It overlaps the kernel before it (`workers.kernels.overlap`), and meanwhile reads W: whoever fills a weight must have
+another kernel, or a synchronisation, between that and this.
 
 Called by `workers.kernels.fused`; imports Triton.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from workers.kernels.overlap import can_overlap
 
 _BLOCK_K = 256
 _MAX_PARTS = 16
@@ -88,8 +87,8 @@ def gemv(
     if out is None:
         out = x.new_empty(1, num_outputs)
     parts = max(4, triton.next_power_of_2(triton.cdiv(num_columns, _BLOCK_K)))
-    block_n = min(8, 64 // parts)
-    overlap = _can_overlap(x.device)
+    block_n = max(2 if gated else 1, min(8, 64 // parts))  # a gate and its up lie in one program
+    overlap = can_overlap(x.device)
     _gemv_kernel[(triton.cdiv(len(weight), block_n),)](
         x,
         weight,
@@ -106,9 +105,3 @@ def gemv(
         launch_pdl=overlap,
     )
     return out
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

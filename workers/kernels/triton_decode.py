@@ -13,8 +13,10 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.decode_plan import PLAN_COLUMNS, UNIT, DecodeWorkspace
+from workers.kernels.overlap import can_overlap
 
 _LOG2_E = math.log2(math.e)
 
@@ -155,7 +157,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PLAN_COLUMNS: tl.constexpr,
     IS_MIXED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     plan_ptr += program * PLAN_COLUMNS
     sequence = tl.load(plan_ptr)
@@ -250,6 +256,7 @@ def attend_decode(
     assert v_cache.is_contiguous()
     num_heads, num_columns = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
     shrink = max(1, num_columns * q.element_size() // 256)  # shared memory has room for fewer wide rows
+    overlap = can_overlap(q.device)
     _attend_kernel[(workspace.num_programs,)](
         q,
         k_cache,
@@ -278,6 +285,8 @@ def attend_decode(
         CHUNK=max(1, 512 * config.num_warps // (num_heads * num_columns)),  # 16 registers of each thread
         PLAN_COLUMNS=PLAN_COLUMNS,
         IS_MIXED=cu_seqlens_q is not None,
+        OVERLAP=overlap,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
+        launch_pdl=overlap,
     )
