@@ -23,6 +23,8 @@ raytp batch requests.jsonl answers.jsonl --engine qwen
 
 raytp stop qwen"""
 
+_PIPE_WIDTH = 1000
+"""Columns where no terminal says how many: a line of the table must stay one line."""
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="What the engine is called.", show_default=False)]
 
 
@@ -109,7 +111,7 @@ def _print_table(engines: list[EngineDescription]) -> None:
     for engine in engines:
         nodes = "" if engine.info is None else ", ".join(dict.fromkeys(engine.info.hostnames))
         table.add_row(engine.name, engine.model_name, str(engine.num_ranks), nodes, _state(engine), _load(engine))
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 
 def _state(engine: EngineDescription) -> str:
