@@ -13,9 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from workers.kernels.overlap import can_overlap
 
 MAX_PROGRAMS = 128
 FLAG_STRIDE = 32
@@ -64,19 +61,14 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
     elements = rows[:, None] * size + columns[None, :]
-    weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
-    if OVERLAP:
-        gdc_wait()
-    if HAS_RESIDUAL:  # asked for before peers are met, so that it is there after
+    if HAS_RESIDUAL:  # asked for before the wait, so that it is there after it
         residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
     _meet_peers(flags, RANK, STRIDE)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for rank in tl.static_range(len(parts)):
@@ -110,7 +102,6 @@ def reduce_add_norm(
     block = triton.next_power_of_2(size)
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows, MAX_PROGRAMS))
     total = residual if residual is not None else torch.empty_like(out)
-    overlap = can_overlap(weight.device)
     _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
         parts,
         flags,
@@ -125,8 +116,6 @@ def reduce_add_norm(
         HAS_RESIDUAL=residual is not None,
         ROWS=rows_each,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=min(16, max(1, rows_each * block // 512)),
-        launch_pdl=overlap,
     )
     return out, total
