@@ -1,0 +1,24 @@
+"""How many replicas there should be: pure functions from an observation to a count.
+
+`observation` (what a policy sees), `policies` (`fixed`, `queue`, `deadline`), `loading` (a policy by its text, also the
+user's own), `scaler` (limits, and the memory that pure functions lack), `meter` (what a replica has shown it can do).
+Driven by `raytp.simulator` and by real replicas alike. Knows nothing of Ray, of time other than what it is told, or of
+how a replica is started or ended.
+"""
+
+from raytp.scaling.loading import load_policy
+from raytp.scaling.meter import RateMeter
+from raytp.scaling.observation import Observation, Policy
+from raytp.scaling.policies import DeadlinePolicy, FixedPolicy, QueuePolicy
+from raytp.scaling.scaler import Scaler
+
+__all__ = [
+    "DeadlinePolicy",
+    "FixedPolicy",
+    "Observation",
+    "Policy",
+    "QueuePolicy",
+    "RateMeter",
+    "Scaler",
+    "load_policy",
+]

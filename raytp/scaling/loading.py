@@ -1,0 +1,49 @@
+"""A policy by the text that a user gives. Called by the commands, and by whoever reads an experiment's file."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from raytp.errors import ConfigError
+from raytp.scaling.observation import Policy
+from raytp.scaling.policies import DeadlinePolicy, FixedPolicy, QueuePolicy
+
+_FORMS = "fixed, fixed:COUNT, queue:SECONDS, deadline:SECONDS or MODULE:FUNCTION"
+
+
+def load_policy(text: str) -> Policy:
+    """The policy that `text` names, in one of the forms of `_FORMS`. Raises ConfigError."""
+    name, _, argument = text.partition(":")
+    try:
+        if name == "fixed":
+            return FixedPolicy(_count(argument) if argument else None)
+        if name == "queue":
+            return QueuePolicy(float(argument))
+        if name == "deadline":
+            return DeadlinePolicy(float(argument))
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"policy {text!r}: {argument!r} is no number; a policy is {_FORMS}") from None
+    if not argument:
+        raise ConfigError(f"policy {text!r} is not known; a policy is {_FORMS}")
+    return _load_function(text, name, argument)
+
+
+def _count(argument: str) -> int:
+    count = int(argument)
+    if count < 0:
+        raise ConfigError(f"policy fixed:{count}: the count must be at least 0")
+    return count
+
+
+def _load_function(text: str, module_name: str, function_name: str) -> Policy:
+    try:
+        function: Any = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"policy {text!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"policy {text!r} is no function: it must take an Observation and return a count of replicas")
+    policy: Policy = function
+    return policy

@@ -1,0 +1,126 @@
+"""Capacity questions: what one model on one kind of GPU does, and how many replicas a target needs.
+
+Called by `raytp.cli.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raytp.errors import ConfigError
+from raytp.scaling import FixedPolicy
+from raytp.simulator.cluster import ClusterConfig, simulate
+from raytp.simulator.fleet import ReplicaConfig
+from raytp.simulator.hardware import num_kv_blocks, shard_sizes
+from raytp.simulator.nodes import NodeConfig
+from raytp.simulator.requests import SimulatedRequest
+from raytp.simulator.results import Results
+from raytp.simulator.step_time import Coefficients, StepTimes
+from scheduler.config import SchedulerConfig
+from workers.model_config import ModelConfig
+
+_BLOCK_SIZE = 16
+_MAX_NUM_SEQS = 256
+_MAX_NUM_BATCHED_TOKENS = 8192
+"""As `EngineConfig` has them on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is wanted; None does not matter. The limits are for the 99th percentile."""
+
+    ttft_s: float | None = None
+    per_token_s: float | None = None
+    finish_s: float | None = None
+    """Until all requests are done."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is wanted."""
+        return (self.ttft_s, self.per_token_s, self.finish_s) != (None, None, None)
+
+    def is_met(self, results: Results) -> bool:
+        """Whether a run was good enough."""
+        latencies = results.latencies()
+        pairs = [
+            (self.ttft_s, latencies["ttft"].get("p99", 0.0)),
+            (self.per_token_s, latencies["per_token"].get("p99", 0.0)),
+            (self.finish_s, results.seconds),
+        ]
+        return all(limit is None or value <= limit for limit, value in pairs)
+
+
+def make_replica(
+    model: ModelConfig,
+    coefficients: Coefficients,
+    tensor_parallel_size: int,
+    requests: Sequence[SimulatedRequest],
+    startup_s: float = 0.0,
+) -> ReplicaConfig:
+    """A replica with an engine's default limits. Raises ConfigError if the model does not fit."""
+    sizes = shard_sizes(model, tensor_parallel_size)
+    blocks = num_kv_blocks(sizes, coefficients.memory_bytes, _BLOCK_SIZE)
+    if blocks == 0:
+        raise ConfigError(
+            f"a rank's weights take {sizes.resident_bytes / 1e9:.1f} GB, and the GPU has room for "
+            f"{coefficients.memory_bytes / 1e9:.1f} GB: raise the tensor-parallel size"
+        )
+    scheduler = SchedulerConfig(
+        num_kv_blocks=blocks,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+        max_model_len=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        # Blocks that nobody can share need no hashes; what is scheduled is the same.
+        enable_prefix_caching=any(request.prefix_id is not None for request in requests),
+    )
+    times = StepTimes(coefficients, sizes, _BLOCK_SIZE)
+    return ReplicaConfig(scheduler=scheduler, times=times, num_gpus=tensor_parallel_size, startup_s=startup_s)
+
+
+def fixed_cluster(replica: ReplicaConfig, num_replicas: int) -> ClusterConfig:
+    """So many replicas, ready from the beginning, on nodes that hold one each."""
+    return ClusterConfig(
+        replica=replace(replica, startup_s=0.0),
+        nodes=NodeConfig(gpus_per_node=replica.num_gpus, min_nodes=num_replicas, max_nodes=num_replicas),
+        policy=FixedPolicy(num_replicas),
+        min_replicas=num_replicas,
+        max_replicas=num_replicas,
+    )
+
+
+def least_replicas(
+    replica: ReplicaConfig,
+    requests: Sequence[SimulatedRequest],
+    target: Target,
+    max_replicas: int,
+    on_try: Callable[[int], None] = lambda count: None,
+) -> tuple[int, Results]:
+    """The least number that meets the target, and its run: doubled until it is met, then halved in between.
+
+    More replicas are taken to be no worse. Raises ConfigError if `max_replicas` are too few.
+    """
+
+    def run(count: int) -> Results:
+        on_try(count)
+        return simulate(fixed_cluster(replica, count), requests)
+
+    too_few, count = 0, 1
+    results = run(count)
+    while not target.is_met(results):
+        if count == max_replicas:
+            raise ConfigError(
+                f"{max_replicas} replicas do not meet the target either: raise --max-replicas or relax it"
+            )
+        too_few, count = count, min(2 * count, max_replicas)
+        results = run(count)
+    while count - too_few > 1:
+        middle = (too_few + count) // 2
+        tried = run(middle)
+        if target.is_met(tried):
+            count, results = middle, tried
+        else:
+            too_few = middle
+    return count, results

@@ -1,0 +1,103 @@
+"""What the policy sees of the simulated cluster, and a record of it over time. Called by `raytp.simulator.cluster`."""
+
+from __future__ import annotations
+
+from raytp.errors import ConfigError
+from raytp.scaling import Observation, RateMeter, Scaler
+from raytp.scaling.meter import mean_tokens_per_row
+from raytp.simulator.fleet import Fleet, ReplicaState
+from raytp.simulator.results import Tick
+
+_MAX_STALLED = 1000
+"""Decisions in a row with rows waiting and no replica to come before the job counts as stuck."""
+
+
+class Watch:
+    """Looks at the fleet every few seconds."""
+
+    def __init__(self, fleet: Fleet, scaler: Scaler, rows_per_replica: int, interval_s: float) -> None:
+        self.num_arrivals = 0
+        """Since the last look."""
+        self.num_finished = 0
+        self.ticks: list[Tick] = []
+        self._fleet = fleet
+        self._scaler = scaler
+        self._rows_per_replica = rows_per_replica
+        self._interval_s = interval_s
+        self._meter = RateMeter()
+        self._was_saturated = False
+        self._num_stalled = 0
+        self._num_tokens = 0
+
+    @property
+    def target(self) -> int:
+        """Replicas that the last decision asked for."""
+        return self._scaler.target
+
+    def decide(self, now_s: float, num_waiting: int) -> int:
+        """Ask the policy. Raises ConfigError if it leaves rows waiting for ever."""
+        if now_s > 0:
+            self._measure(now_s, num_waiting)
+        self._was_saturated, self.num_arrivals = num_waiting > 0, 0
+        return self._scaler.decide(self._observe(now_s, num_waiting))
+
+    def note(self, now_s: float, num_waiting: int) -> None:
+        """Record the moment, once the decision has been followed."""
+        fleet, num_tokens = self._fleet, self._fleet.num_output_tokens(now_s)
+        tick = Tick(
+            now_s=now_s,
+            wanted=self._scaler.target,
+            pending=fleet.count(ReplicaState.PENDING, ReplicaState.STARTING),
+            ready=fleet.count(ReplicaState.READY),
+            nodes=len(fleet.nodes.live),
+            rows_waiting=num_waiting,
+            rows_running=self._num_running(),
+            tokens_per_s=(num_tokens - self._num_tokens) / self._interval_s,
+        )
+        self._num_tokens = num_tokens
+        self.ticks.append(tick)
+        can_come = fleet.count(ReplicaState.STARTING, ReplicaState.READY) or fleet.nodes.coming_s
+        self._num_stalled = 0 if can_come or not num_waiting else self._num_stalled + 1
+        if self._num_stalled > _MAX_STALLED:
+            raise ConfigError(
+                f"{num_waiting} rows wait, and no replica will come: the policy asks for {self.target}, and the "
+                f"cluster may have {fleet.nodes.config.max_nodes} nodes; raise the limits or change the policy"
+            )
+
+    def _measure(self, now_s: float, num_waiting: int) -> None:
+        rates = []
+        for member in self._fleet.ready():
+            assert member.engine is not None
+            num_tokens = member.engine.output_tokens_by(now_s)
+            if member.ready_s <= now_s - self._interval_s:
+                rates.append((num_tokens - member.tokens_at_tick) / self._interval_s)
+            member.tokens_at_tick = num_tokens
+        self._meter.record(
+            tokens_per_s=sum(rates) / len(rates) if rates else 0.0,
+            was_saturated=self._was_saturated and num_waiting > 0,
+            arrivals=self.num_arrivals,
+            interval_s=self._interval_s,
+        )
+
+    def _observe(self, now_s: float, num_waiting: int) -> Observation:
+        fleet, scaler = self._fleet, self._scaler
+        return Observation(
+            now_s=now_s,
+            rows_waiting=num_waiting,
+            rows_running=self._num_running(),
+            arrival_rows_per_s=self._meter.arrival_rows_per_s,
+            tokens_per_row=mean_tokens_per_row(fleet.num_output_tokens(now_s), self.num_finished),
+            tokens_per_s_per_replica=self._meter.tokens_per_s_per_replica,
+            rows_per_replica=self._rows_per_replica,
+            startup_s=fleet.startup_s,
+            num_ready=fleet.count(ReplicaState.READY),
+            num_pending=fleet.count(ReplicaState.PENDING, ReplicaState.STARTING),
+            num_nodes_pending=len(fleet.nodes.coming_s),
+            target=scaler.target,
+            seconds_since_change=scaler.seconds_since_change(now_s),
+            min_replicas=scaler.min_replicas,
+            max_replicas=scaler.max_replicas,
+        )
+
+    def _num_running(self) -> int:
+        return sum(member.num_rows for member in self._fleet.members.values())
