@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raytp.tokenizer import Tokenizer
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, shown
 from scheduler.step import IntArray
 
 Prompt: TypeAlias = str | Sequence[int] | IntArray
@@ -17,7 +17,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt, and so is what can be no list of prompts."""
-    is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
+    is_many = _has_items(prompts) and not isinstance(prompts, (str, bytes, Mapping))
     items: list[Any] = list(prompts) if is_many else [prompts]
     is_one = is_many and bool(items) and all(isinstance(item, (int, np.integer)) for item in items)
     return [items] if is_one else items
@@ -25,9 +25,14 @@ def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 def as_conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation or many, as a list. A list of messages is one conversation."""
-    is_many = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
+    is_many = _has_items(messages) and not isinstance(messages, (str, Mapping))
     items: list[Any] = list(messages) if is_many else [messages]
     return [items] if is_many and items and isinstance(items[0], Mapping) else items
+
+
+def _has_items(value: Any) -> bool:
+    """An array of no dimensions says that it has, and has none."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> IntArray:
@@ -44,11 +49,11 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
         raise RequestError("the prompt is an empty list: it must have at least one token")
     for token_id in prompt:
         if not isinstance(token_id, (int, np.integer)) or isinstance(token_id, bool):
-            raise RequestError(f"the prompt holds {token_id!r}: token ids are integers")
+            raise RequestError(f"the prompt holds {shown(token_id)}: token ids are integers")
         if not 0 <= token_id < vocab_size:
-            # Python refuses to print an int of over 4,300 digits.
-            shown = token_id if abs(token_id) < 10**100 else "of over 100 digits"
-            raise RequestError(f"token id {shown} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+            raise RequestError(
+                f"token id {shown(int(token_id))} is outside the vocabulary: ids go from 0 to {vocab_size - 1}"
+            )
     return np.array(prompt, dtype=np.int32)
 
 

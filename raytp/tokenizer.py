@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, shown
 from workers.errors import ModelNotFoundError
 
 Message = Mapping[str, Any]
@@ -44,7 +44,8 @@ class Tokenizer:
         Raises:
             ModelNotFoundError: the directory holds no tokenizer, or a damaged one.
         """
-        from transformers import AutoTokenizer
+        with _IMPORTING:
+            from transformers import AutoTokenizer
 
         if not _has_vocabulary(path):  # transformers would make an empty tokenizer
             raise ModelNotFoundError(f"{path} has no tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there")
@@ -65,17 +66,15 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
-        from jinja2 import TemplateError
-
         if self._hf.chat_template is None:
             raise RequestError("the model has no chat template: use generate() with a prompt in the form it expects")
         _check_messages(messages)
         try:
-            text = self._hf.apply_chat_template(
+            text: str = self._hf.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
+        except Exception as error:  # it is a program that may do anything with what it is given
+            raise RequestError(f"the model's chat template refuses the messages: {str(error)[:1000]}") from error
         return self._encode(text, add_special_tokens=False)  # the template has written them all
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
@@ -94,6 +93,10 @@ class Tokenizer:
         """Text of `token_ids` without special tokens; ids that no token has (a padded vocabulary) are left out."""
         ids = [int(i) for i in token_ids]
         return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+_IMPORTING = threading.Lock()
+"""Transformers imports its parts when they are first asked for, and two threads at once may miss one."""
 
 
 class TokenizerLoading:
@@ -130,13 +133,15 @@ def _has_vocabulary(path: Path) -> bool:
     return any((path / name).is_file() for name in _VOCABULARY_FILES)
 
 
-def _check_messages(messages: Sequence[Message]) -> None:
+def _check_messages(messages: Any) -> None:
     """Templates render a missing role or content as nothing, and the model answers something else."""
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"a chat must be a list of messages, not {type(messages).__name__}")
     if not messages:
         raise RequestError("a chat needs at least one message")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
-            raise RequestError(f'message {i} is {message!r}: it must be {{"role": ..., "content": ...}}')
+            raise RequestError(f'message {i} is {shown(message)}: it must be {{"role": ..., "content": ...}}')
 
 
 class IncrementalDetokenizer:

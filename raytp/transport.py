@@ -11,12 +11,13 @@ import contextlib
 import select
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from raytp.errors import FrameError, RankFailedError, StepTimeoutError
 from scheduler.step import Step, StepResult
-from workers.channel import set_timeouts
+from workers.channel import receive, send, set_timeouts
 from workers.frames import (
     ERROR,
     RESULT,
@@ -82,26 +83,38 @@ class SocketTransport(Transport):
         self._listened_at = time.monotonic()
         self._poller = select.poll()
         self._rank_of_fd = {connection.fileno(): rank for rank, connection in enumerate(connections)}
+        self._results: deque[StepResult] = deque()
+        """That came while a step was being sent."""
         for connection in connections:
             self._poller.register(connection.fileno(), select.POLLIN)
-            set_timeouts(connection, receive_s=min(timeout_s, heartbeat_timeout_s), send_s=timeout_s)
+            set_timeouts(connection, receive_s=min(timeout_s, heartbeat_timeout_s), send_s=min(timeout_s, _LISTEN_S))
 
     def send(self, step: Step) -> None:
         """See `Transport.send`."""
         data = encode(Frame(self._epoch, step.step_id, STEP, step_body(step)))
+        deadline = time.monotonic() + self._timeout_s
         for rank, connection in enumerate(self._connections):
+
+            def wait(name: str = self._names[rank]) -> None:
+                """A rank that is in a long step reads nothing, but says that it lives."""
+                if time.monotonic() > deadline:
+                    raise StepTimeoutError(
+                        f"{name} did not take step {step.step_id} ({len(data)} bytes) within "
+                        f"step_timeout_s={self._timeout_s:g}"
+                    )
+                result = self._listen(0)
+                if result is not None:
+                    self._results.append(result)
+
             try:
-                connection.send_bytes(data)
-            except BlockingIOError:
-                raise StepTimeoutError(
-                    f"{self._names[rank]} did not take step {step.step_id} ({len(data)} bytes) within "
-                    f"step_timeout_s={self._timeout_s:g}"
-                ) from None
+                send(connection, data, wait)
             except OSError:
                 raise RankFailedError(self._failures({})) from None
 
     def receive(self) -> StepResult:
         """See `Transport.receive`."""
+        if self._results:
+            return self._results.popleft()
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             result = self._listen(min(left, _LISTEN_S))
@@ -160,7 +173,7 @@ class SocketTransport(Transport):
     def _read(self, rank: int) -> Frame | None:
         """The next of what a rank has sent; None if its connection has ended."""
         try:
-            return self._decoder.decode(self._connections[rank].recv_bytes())
+            return self._decoder.decode(receive(self._connections[rank]))
         except BlockingIOError:
             raise StepTimeoutError(f"{self._names[rank]} stopped in the middle of an answer") from None
         except FrameError as error:
@@ -191,17 +204,18 @@ def describe_silence(names: Sequence[str], heartbeat_timeout_s: float) -> str:
 def describe_failures(failures: dict[int, ErrorReport | None], names: Sequence[str]) -> str:
     """One text for all failed ranks; None stands for a rank that died without a word.
 
-    Where one died, what the others raised is most likely its consequence: a line is enough for each of them.
+    Where one died, what the others raised is most likely its consequence, for which a line is enough. What several
+    raised alike is said once.
     """
     if not failures:
         return "a rank failed, and no rank said why"
     lines = [f"{names[rank]} {DIED}" for rank, report in sorted(failures.items()) if report is None]
     is_consequence = bool(lines)
+    ranks_of: dict[tuple[str, str, str], list[str]] = {}
     for rank, report in sorted(failures.items()):
         if report is not None:
-            what = f"{names[rank]} raised {report.type}: "
-            if is_consequence:
-                lines.append(what + report.message.partition("\n")[0])
-            else:
-                lines.append(f"{what}{report.message}\n{report.traceback}")
+            ranks_of.setdefault((report.type, report.message, report.traceback), []).append(names[rank])
+    for (kind, message, traceback), some in ranks_of.items():
+        what = f"{' and '.join(some)} raised {kind}: "
+        lines.append(what + message.partition("\n")[0] if is_consequence else f"{what}{message}\n{traceback}")
     return "\n".join(lines)

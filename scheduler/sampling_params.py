@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, shown
 
 MAX_LOGPROBS = 100
 DEFAULT_MAX_TOKENS = 256
@@ -131,25 +131,22 @@ def validate(params: SamplingParams) -> None:
             continue
         if not allowed.holds(value):
             kind = "an integer " if allowed.integral else "a number "
-            raise RequestError(f"{name}={_shown(value)} is out of range: it must be {kind}{allowed.text}")
+            raise RequestError(f"{name}={shown(value)} is out of range: it must be {kind}{allowed.text}")
     _checked_stop(params.stop)
     _checked_stop_token_ids(params.stop_token_ids)
-
-
-def _shown(value: Any) -> str:
-    # Python refuses to print an int of over 4,300 digits.
-    return "an integer of over 100 digits" if isinstance(value, int) and abs(value) >= 10**100 else repr(value)
+    if not isinstance(params.ignore_eos, bool):
+        raise RequestError(f"ignore_eos={shown(params.ignore_eos)} must be True or False")
 
 
 def _checked_stop_token_ids(token_ids: Any) -> frozenset[int]:
     if token_ids is None:
         return frozenset()
     if not isinstance(token_ids, tuple | list):
-        raise RequestError(f"stop_token_ids={_shown(token_ids)} must be a list or tuple of token ids")
+        raise RequestError(f"stop_token_ids={shown(token_ids)} must be a list or tuple of token ids")
     for token_id in token_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id <= MAX_COUNT:
             raise RequestError(
-                f"stop_token_ids holds {_shown(token_id)}: each must be a token id between 0 and {MAX_COUNT}"
+                f"stop_token_ids holds {shown(token_id)}: each must be a token id between 0 and {MAX_COUNT}"
             )
     return frozenset(token_ids)
 
@@ -158,11 +155,11 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
     if not isinstance(stop, str | tuple | list):
-        raise RequestError(f"stop={_shown(stop)} must be a str, or a list or tuple of str")
+        raise RequestError(f"stop={shown(stop)} must be a str, or a list or tuple of str")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise RequestError(f"stop holds {string!r}: each stop string must be a non-empty str")
+            raise RequestError(f"stop holds {shown(string)}: each stop string must be a non-empty str")
     return strings
 
 

@@ -16,7 +16,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -85,6 +85,29 @@ def set_timeouts(connection: Connection, *, receive_s: float, send_s: float) -> 
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(receive_s))
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
+
+
+def receive(connection: Connection) -> bytes:
+    """The next message. Raises EOFError or OSError if there is none, FrameError if none can be as long as it claims."""
+    try:
+        return connection.recv_bytes()
+    except (MemoryError, OverflowError) as error:
+        raise FrameError("a message is longer than memory can hold: its length must be damaged") from error
+
+
+def send(connection: Connection, data: bytes, on_wait: Callable[[], None]) -> None:
+    """Send a message. `on_wait` is called each time that a wait of `set_timeouts` is over; what it raises ends it.
+
+    Raises OSError. `Connection.send_bytes` would give up in the middle of a message, which ends the connection.
+    """
+    size = len(data)
+    header = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
+    left = memoryview(header + data)
+    while left:
+        try:
+            left = left[os.write(connection.fileno(), left) :]
+        except BlockingIOError:
+            on_wait()
 
 
 class Listener:
@@ -165,9 +188,10 @@ class Listener:
     def _handshake(self, raw: socket.socket) -> None:
         connection = _wrap(raw, _HANDSHAKE_TIMEOUT_S)
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            hello = FrameDecoder(self._epoch).decode(connection.recv_bytes())
+            with _hung_up_after(connection, _HANDSHAKE_TIMEOUT_S):
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                hello = FrameDecoder(self._epoch).decode(receive(connection))
             if hello.kind != HELLO or type(hello.body) is not int:
                 raise FrameError(f"expected a hello, got {hello.kind}")
         except _HANDSHAKE_ERRORS:
@@ -181,6 +205,24 @@ class Listener:
                 return
             self._arrived[hello.body] = connection
             self._condition.notify_all()
+
+
+@contextlib.contextmanager
+def _hung_up_after(connection: Connection, seconds: float) -> Iterator[None]:
+    """Whatever is waited for comes to its end by then, also if it comes byte by byte."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, hang_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _make_folder() -> Path:

@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 import xxhash
 
+from scheduler.errors import shown
 from scheduler.step import FloatArray, IntArray, SlotSampling, Step, StepLogprobs, StepResult
 from workers.errors import FrameError
 
@@ -87,12 +88,14 @@ def _parse(data: bytes) -> Frame:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise FrameError(f"frame of {len(data)} bytes is not msgpack of a list: {error}") from error
     if version != PROTOCOL_VERSION:
-        raise FrameError(f"frame of protocol version {version!r}, expected {PROTOCOL_VERSION}: install one version")
+        raise FrameError(
+            f"frame of protocol version {shown(version)}, expected {PROTOCOL_VERSION}: install one version"
+        )
     if len(rest) != 4:
         raise FrameError(f"frame with {len(rest) + 1} fields, expected 5")
     epoch, step_id, kind, body = rest
     if type(epoch) is not int or type(step_id) is not int or not isinstance(kind, str) or kind not in _KINDS:
-        raise FrameError(f"frame with epoch {epoch!r}, step {step_id!r}, kind {kind!r}")
+        raise FrameError(f"frame with epoch {shown(epoch)}, step {shown(step_id)}, kind {shown(kind)}")
     return Frame(epoch, step_id, kind, body)
 
 
@@ -151,7 +154,7 @@ def read_error(frame: Frame) -> ErrorReport:
     """The report in an ERROR frame. Raises FrameError."""
     body = frame.body
     if not isinstance(body, dict) or {name: type(value) for name, value in body.items()} != _REPORT_TYPES:
-        raise FrameError(f"error report cannot be read: {body!r}")
+        raise FrameError(f"error report cannot be read: {shown(body)}")
     return ErrorReport(**body)
 
 
@@ -180,7 +183,7 @@ def _slot_body(slot: SlotSampling) -> list[Any]:
 
 def _read_slot(values: list[Any]) -> SlotSampling:
     if tuple(map(type, values)) != _SLOT_TYPES:
-        raise TypeError(f"a slot cannot have {values!r}")
+        raise TypeError(f"a slot cannot have {shown(values)}")
     columns = dict(zip(_SLOT_FIELDS, values, strict=True))
     return SlotSampling(**columns | {name: _ints(columns[name]) for name in _SLOT_ARRAYS})
 

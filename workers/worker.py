@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from scheduler.errors import ConfigError
-from workers.channel import ChannelAddress, connect
+from workers.channel import ChannelAddress, connect, receive
 from workers.config import DeviceProfile, LoadReport, WorkerConfig, WorkerStatus
 from workers.errors import FrameError, ModelNotFoundError
 from workers.faults import FaultInjector
@@ -62,6 +62,10 @@ class Worker:
     def status(self) -> WorkerStatus:
         """How far the start-up has come."""
         return self._status
+
+    def reach(self, point: str) -> None:
+        """Have the fault that was asked for at a point of the driver's."""
+        self._faults.reach(point)
 
     def open_rendezvous(self, host: str) -> int:
         """Rank 0 alone: bind a free port on `host` and keep it open for the others; returns the port."""
@@ -178,7 +182,7 @@ class Worker:
     def _receive(self, connection: Connection) -> Frame | None:
         """The next step's frame; None when there will be no more."""
         try:
-            data = connection.recv_bytes()
+            data = receive(connection)
         except (EOFError, OSError):
             logger.info("rank %d: the driver has closed the connection", self._rank)
             return None

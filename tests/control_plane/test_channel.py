@@ -460,8 +460,8 @@ def test_a_pause_of_the_driver_itself_is_no_rank_s_silence(kind: str, monkeypatc
         transport.receive()
 
 
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_a_silent_rank_is_noticed_long_before_the_step_must_end(kind: str, is_idle: bool) -> None:
+@pytest.mark.parametrize("what", ["receiving", "idle", "sending"])
+def test_a_silent_rank_is_noticed_long_before_the_step_must_end(kind: str, what: str) -> None:
     drivers, ranks = pairs(kind, 2)
     transport = transport_of(drivers, timeout_s=60, heartbeat_timeout_s=0.5)
     is_over = threading.Event()
@@ -471,9 +471,11 @@ def test_a_silent_rank_is_noticed_long_before_the_step_must_end(kind: str, is_id
             ranks[0].send_bytes(HEARTBEAT_FRAME)
 
     def wait() -> None:
-        while is_idle:
+        while what == "idle":
             transport.check()
             time.sleep(0.05)
+        if what == "sending":  # nobody reads it, and one of the ranks lives
+            transport.send(a_step(4 * 2**20))
         transport.receive()
 
     threading.Thread(target=beat, daemon=True).start()
