@@ -9,12 +9,13 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from workers.config import NodeInfo
@@ -57,13 +58,19 @@ def examine(nodes: Sequence[NodeInfo], run_refs: Sequence[Any]) -> dict[int, str
     if not run_refs:
         return {}
     ended, _ = ray.wait(list(run_refs), num_returns=len(run_refs), timeout=_NOTICE_S, fetch_local=False)
-    deaths = {rank: _death(ref) for rank, ref in enumerate(run_refs) if ref in ended}
-    return {rank: describe_end(nodes[rank], death) for rank, death in deaths.items() if death is not None}
+    deaths = {rank: death for rank, ref in enumerate(run_refs) if ref in ended and (death := _death(ref)) is not None}
+    traces = _traces([nodes[rank] for rank in deaths])
+    return {
+        rank: _describe(nodes[rank], death, found) for (rank, death), found in zip(deaths.items(), traces, strict=True)
+    }
 
 
 def describe_end(node: NodeInfo | None, death: str) -> str:
     """Why a rank has died, and the end of its log. `death` is what Ray says; `node` is None if it is not yet known."""
-    traces = _NO_TRACES if node is None else _traces(node)
+    return _describe(node, death, _NO_TRACES if node is None else _traces([node])[0])
+
+
+def _describe(node: NodeInfo | None, death: str, traces: Traces) -> str:
     is_oom = node is not None and traces.num_oom_kills > node.num_oom_kills
     cause = describe_death(death, traces.log, is_oom=is_oom)
     if not traces.log:
@@ -71,16 +78,23 @@ def describe_end(node: NodeInfo | None, death: str) -> str:
     return "\n".join([f"{cause}; its log ends with:", *(f"  | {line}" for line in traces.log.splitlines())])
 
 
-def kill_processes(nodes: Sequence[NodeInfo]) -> None:
-    """SIGKILL the ranks' processes, on whatever node, that have not ended."""
+def find_processes(ranks: Sequence[Any]) -> list[tuple[str, int]]:
+    """(node id, pid) of those actors that have begun, also if they have never said where they are."""
+    found = [actors(rank._actor_id.hex()) for rank in ranks]
+    return [(actor["Address"]["NodeID"], actor["Pid"]) for actor in found if actor.get("Pid")]
+
+
+def kill_processes(processes: Sequence[tuple[str, int]]) -> None:
+    """SIGKILL those ranks, (node id, pid), that have not ended; waits a moment for nodes that are far away."""
+    if not processes:
+        return
     here = ray.get_runtime_context().get_node_id()
-    for node in nodes:
-        if node.node_id == here:
-            kill_rank(node.pid)
-        else:
-            there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.remote(kill_rank).options(num_cpus=0, scheduling_strategy=there).remote(node.pid)
+    refs = [_ask(node_id, kill_rank, pid) for node_id, pid in processes if node_id != here]
+    for node_id, pid in processes:
+        if node_id == here:
+            kill_rank(pid)
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=_TIMEOUT_S, fetch_local=False)
 
 
 def kill_rank(pid: int) -> None:
@@ -123,14 +137,26 @@ def _death(ref: Any) -> str | None:
     return None
 
 
-def _traces(node: NodeInfo) -> Traces:
-    """What a rank has left on its node; nothing if the node does not say in time."""
-    if node.node_id == ray.get_runtime_context().get_node_id():
-        return find_traces(node.log_path)
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+def _traces(nodes: Sequence[NodeInfo]) -> list[Traces]:
+    """What ranks have left on their nodes, which are asked all at once; nothing from one that does not say in time."""
+    if not nodes:
+        return []
+    here = ray.get_runtime_context().get_node_id()
+    refs = {node: _ask(node.node_id, find_traces, node.log_path) for node in nodes if node.node_id != here}
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=_TIMEOUT_S)
+    return [_answer(refs[node]) if node in refs else find_traces(node.log_path) for node in nodes]
+
+
+def _ask(node_id: str, function: Callable[..., Any], argument: Any) -> Any:
+    """A call on another node."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(argument)
+
+
+def _answer(ref: Any) -> Traces:
     with contextlib.suppress(ray.exceptions.RayError):
-        ref = ray.remote(find_traces).options(num_cpus=0, scheduling_strategy=there).remote(node.log_path)
-        traces: Traces = ray.get(ref, timeout=_TIMEOUT_S)
+        traces: Traces = ray.get(ref, timeout=0)
         return traces
     return _NO_TRACES
 

@@ -123,5 +123,16 @@ class RequestCollector:
 
 def refused(prompt: str | None, error: str) -> RequestOutput:
     """The result of a request that never reached the engine."""
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", error=error, timings=Timings())
+    return _without_tokens(prompt, "error", error)
+
+
+def aborted(prompt: str | None) -> RequestOutput:
+    """The result of a request that was aborted before it was sent."""
+    return _without_tokens(prompt, "abort", None)
+
+
+def _without_tokens(prompt: str | None, finish_reason: str, error: str | None) -> RequestOutput:
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], finish_reason=finish_reason, error=error, timings=Timings()
+    )
     return RequestOutput(prompt=prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=[completion])

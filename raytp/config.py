@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, shown
 from workers.faults import Fault
 
 _CHOICES = {
@@ -22,6 +22,10 @@ _CHOICES = {
 }
 
 _LEAST_HEARTBEAT_TIMEOUT_S = 2.0
+_MAX_COUNT = 2**31 - 1
+"""What counts travel as."""
+_MAX_NUMBER = 1e6
+"""Seconds, of which sockets count the milliseconds in 32 bits; and GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,8 @@ class EngineConfig:
 
     tensor_parallel_size: int = 1
     """Ranks that share the model, one GPU each."""
+    min_tensor_parallel_size: int | None = None
+    """Go on with as few ranks as that if the cluster has no more in time; default: wait for all of them."""
     device: str = "auto"
     """"cuda" if the cluster has GPUs, else "cpu"."""
     dtype: str = "auto"
@@ -61,7 +67,7 @@ class EngineConfig:
     placement_strategy: str = "STRICT_PACK"
     """Ray's placement strategy for the ranks; STRICT_PACK keeps them on one node."""
     placement_timeout_s: float = 900.0
-    """How long to wait for the cluster to have room, the time that a new node takes to come up included."""
+    """How long to wait for room for all ranks, the time that a new node takes to come up included."""
     startup_timeout_s: float = 600.0
     """How long each step of the start-up may take, loading weights included."""
     step_timeout_s: float = 120.0
@@ -76,6 +82,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (
             "tensor_parallel_size",
+            "min_tensor_parallel_size",
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -85,10 +92,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name not in ("tensor_parallel_size", "max_num_seqs", "block_size"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
+                raise ConfigError(f"{name}={shown(value)} must be an integer of at least 1 and at most {_MAX_COUNT}")
+        if (self.min_tensor_parallel_size or 1) > self.tensor_parallel_size:
+            raise ConfigError(
+                f"min_tensor_parallel_size={self.min_tensor_parallel_size} exceeds tensor_parallel_size="
+                f"{self.tensor_parallel_size}"
+            )
         if not isinstance(self.max_restarts, int) or isinstance(self.max_restarts, bool) or self.max_restarts < 0:
-            raise ConfigError(f"max_restarts={self.max_restarts!r} must be an integer of at least 0")
+            raise ConfigError(f"max_restarts={shown(self.max_restarts)} must be an integer of at least 0")
         for name in (
             "placement_timeout_s",
             "startup_timeout_s",
@@ -97,18 +109,28 @@ class EngineConfig:
             "cpu_kv_cache_gib",
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value!r} must be a number above 0")
+            if not _is_number(value) or not 0 < value <= _MAX_NUMBER:
+                raise ConfigError(f"{name}={shown(value)} must be a number above 0 and at most {_MAX_NUMBER:g}")
         if self.heartbeat_timeout_s < _LEAST_HEARTBEAT_TIMEOUT_S:
             raise ConfigError(
                 f"heartbeat_timeout_s={self.heartbeat_timeout_s!r} must be at least {_LEAST_HEARTBEAT_TIMEOUT_S:g}: "
                 f"ranks say once a second that they are alive"
             )
-        if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction={self.memory_fraction!r} must be above 0 and at most 1")
+        if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction={shown(self.memory_fraction)} must be above 0 and at most 1")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"{name}={shown(value)} must be one of {', '.join(choices)}")
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} must be True or False")
+        if not isinstance(self.faults, tuple) or not all(isinstance(fault, Fault) for fault in self.faults):
+            raise ConfigError(f"faults={shown(self.faults)} must be a tuple of workers.faults.Fault")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_shared_alone(engine: str, model: object, tensor_parallel_size: int, options: Mapping[str, Any]) -> None:

@@ -114,7 +114,7 @@ class Driver:
             name=self._shared.name,
             model_name=self._shared.files.model_name,
             model_digest=self._shared.files.digest,
-            num_ranks=self._config.tensor_parallel_size,
+            num_ranks=self._ranks.num_ranks,
             stage=self._status.stage if failure is None else "failed",
             error=None if failure is None else str(failure),
             info=self._engine_info,

@@ -25,7 +25,7 @@ from raytp.errors import ConfigError, EngineClosedError, EngineError, RaytpError
 from raytp.model_files import ModelFiles
 from raytp.outputs import CompletionUpdate, EngineDescription, EngineInfo, Recovery, Request
 from raytp.placement import group_name
-from raytp.ray_runtime import interrupt_deferred
+from raytp.ray_runtime import has_ray_died, interrupt_deferred
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile, WorkerConfig
 
@@ -121,6 +121,11 @@ class DriverClient:
             return None
         return status
 
+    def is_recovering(self) -> bool:
+        """Whether an engine that was ready has no ranks now, and waits for others; False if it does not say."""
+        status = self._status()
+        return status is not None and status.stage != "ready"
+
     def describe(self) -> EngineDescription:
         """What a shared engine is, and its state."""
         description: EngineDescription = self._get(self._call("describe"))
@@ -141,7 +146,7 @@ class DriverClient:
         updates: list[CompletionUpdate] = self._get(self._call("poll", client_id, timeout_s), timeout_s)
         if not updates and timeout_s > 0:
             self._tell_of_failures()
-        elif updates and self._is_waiting:
+        elif self._is_waiting and any(update.finish_reason != "abort" for update in updates):
             self._is_waiting = False
             logger.warning("The ranks have been replaced, and answers come again.")
         return updates
@@ -154,8 +159,8 @@ class DriverClient:
             self._is_waiting = True
         self._num_told = len(reports)
 
-    def abort(self, client_id: str, request_id: int, index: int, finish_reason: str) -> None:
-        """End one completion; does not wait for it."""
+    def abort(self, client_id: str, request_id: int, index: int | None, finish_reason: str) -> None:
+        """End one completion, or (None) all of a request; does not wait for it."""
         self._call("abort", client_id, request_id, index, finish_reason)
 
     def forget(self, client_id: str) -> None:
@@ -261,12 +266,20 @@ def end_driver(actor: Any) -> None:
     """End an engine whatever its state: its ranks, its placement group, its driver. Does nothing if it has ended."""
     try:
         with contextlib.suppress(Exception):
-            ray.get(actor.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+            ended = actor.shutdown.remote()
+            deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
+            while not ray.wait([ended], timeout=0.2)[0] and time.monotonic() < deadline and not has_ray_died():
+                pass
     finally:  # an impatient second Ctrl-C, say
-        with contextlib.suppress(Exception):
-            ray.kill(actor, no_restart=True)
-        with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
-            remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
+        if not has_ray_died():
+            _remove_driver(actor)
+
+
+def _remove_driver(actor: Any) -> None:
+    with contextlib.suppress(Exception):
+        ray.kill(actor, no_restart=True)
+    with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
+        remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
 
 
 def _end_unwaited(actor: Any, pid: int) -> None:

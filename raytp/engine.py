@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeVar
 
 from raytp.completion import Completion
 from raytp.errors import ChannelError, EngineClosedError, EngineError
 from raytp.mailbox import Mailroom
-from raytp.outputs import CompletionUpdate, Failure, Request
+from raytp.outputs import CompletionUpdate, Request
+from raytp.succession import RankSource, Succession
 from raytp.transport import Transport
 from scheduler.errors import RaytpError, RequestError
 from scheduler.scheduler import Scheduler
@@ -34,26 +34,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _IDLE_CHECK_S = 1.0
 """How often ranks that have nothing to do are asked after."""
 _RECOVERY_CHECK_S = 0.1
-_MAX_CULPRITS = 16
-"""Requests in a row that may be to blame for a death before it is the ranks themselves."""
 _Answer = TypeVar("_Answer")
-_Ranks: TypeAlias = tuple[Transport, int]
-"""The way to new ranks, and their num_kv_blocks."""
-
-
-class RankSource(Protocol):
-    """Where new ranks come from when the old ones have died."""
-
-    def examine(self, failure: RaytpError) -> Failure:
-        """Everything that can be found out about a failure of the present ranks. Takes seconds at most."""
-        ...
-
-    def rebuild(self, report: str) -> _Ranks:
-        """Kill what is left of the present ranks, and start others.
-
-        Takes as long as it needs. Raises RaytpError with every cause if it cannot be done.
-        """
-        ...
 
 
 class Engine:
@@ -75,11 +56,7 @@ class Engine:
         self._scheduler = scheduler
         self._transport = transport
         self._ranks = ranks
-        self._max_restarts = max_restarts
-        self._num_restarts = 0
-        self._num_culprits = 0
-        """Both since the last step that was finished."""
-        self._rebuilding: Future[_Ranks] | None = None
+        self._succession = Succession(ranks, max_restarts)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._completions: dict[int, Completion] = {}
         self._mailboxes = Mailroom(silence_timeout_s)
@@ -167,10 +144,10 @@ class Engine:
             while not self._is_closing:
                 self._run_commands()
                 self._forget_silent()
-                if self._rebuilding is None:
+                if not self._succession.is_under_way:
                     self._advance()
-                elif self._rebuilding.done():
-                    self._resume(*self._rebuilding.result())
+                elif (new_ranks := self._succession.take()) is not None:
+                    self._resume(*new_ranks)
                 self._deliver(self._scheduler.take_updates())
         except RaytpError as error:
             logger.error("the engine ends: %s", error)
@@ -182,13 +159,13 @@ class Engine:
             )
         finally:
             self._transport.close()
+            self._succession.close()
 
     def _run_commands(self) -> None:
         """Run what callers have asked for; with nothing else to do, wait until they ask, or may have gone silent."""
-        is_idle = not self._scheduler.has_unfinished and self._scheduler.num_in_flight == 0
-        if is_idle or self._rebuilding is not None:
+        if self._is_idle or self._succession.is_under_way:
             try:
-                command = self._commands.get(timeout=_IDLE_CHECK_S if is_idle else _RECOVERY_CHECK_S)
+                command = self._commands.get(timeout=_IDLE_CHECK_S if self._is_idle else _RECOVERY_CHECK_S)
             except queue.Empty:
                 return
             command()
@@ -202,24 +179,21 @@ class Engine:
         except (EngineError, ChannelError) as failure:
             self._transport.close()
             found = self._ranks.examine(failure)
-            report = found.report
-            is_explained = self._scheduler.lose_ranks(report, is_accident=found.is_accident)
-            self._num_restarts += not is_explained
-            self._num_culprits += is_explained
-            if self._num_restarts > self._max_restarts or self._num_culprits > _MAX_CULPRITS:
-                raise EngineError(
-                    f"the ranks died {self._num_restarts + self._num_culprits} times in a row before they had finished "
-                    f"a step (max_restarts={self._max_restarts}), {self._num_culprits} of them with one request alone: "
-                    f"{report}"
-                ) from failure
-            logger.warning("the ranks have failed and are built again: %s", report)
-            self._rebuilding = Future()
-            threading.Thread(
-                target=_fulfil, args=(self._rebuilding, self._ranks.rebuild, report), name="raytp-rebuild", daemon=True
-            ).start()
+            was_trial = self._scheduler.lose_ranks(found.report, is_accident=found.is_accident)
+            self._succession.count_death(found.report, was_trial=was_trial)
+            logger.warning("the ranks have failed and are built again: %s", found.report)
+            self._succession.begin(found.report)
+
+    def _grow(self) -> None:
+        """Nothing is to be done: the time to become more ranks again, if there could be more."""
+        report = self._succession.room_for_more()
+        if report is not None:
+            logger.warning("%s", report)
+            self._transport.close()
+            self._scheduler.lose_ranks(report, is_accident=True)
+            self._succession.begin(report)
 
     def _resume(self, transport: Transport, num_kv_blocks: int) -> None:
-        self._rebuilding = None
         self._transport = transport
         before = self._scheduler.config.num_kv_blocks
         if num_kv_blocks < before:
@@ -238,9 +212,14 @@ class Engine:
         assert step or num_in_flight or not self._scheduler.has_unfinished, "sequences wait, and nothing can run"
         if num_in_flight == _MAX_IN_FLIGHT or (step is None and num_in_flight):
             self._scheduler.postprocess(self._transport.receive())
-            self._num_restarts = self._num_culprits = 0
+            self._succession.count_step()
         elif num_in_flight == 0:
             self._transport.check()
+            self._grow()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._scheduler.has_unfinished and self._scheduler.num_in_flight == 0
 
     def _admit(self, client_id: str, requests: list[Request]) -> None:
         for request in requests:
@@ -256,13 +235,17 @@ class Engine:
                 self._next_seq_id += 1
 
     def _abort(self, client_id: str, request_id: int | None, index: int | None, finish_reason: str) -> None:
-        for seq_id, completion in list(self._completions.items()):
-            if (
-                completion.client_id == client_id
-                and request_id in (None, completion.request.request_id)
-                and index in (None, completion.index)
-            ):
-                self._scheduler.abort(seq_id, finish_reason)
+        meant = [
+            seq_id
+            for seq_id, completion in self._completions.items()
+            if completion.client_id == client_id
+            and request_id in (None, completion.request.request_id)
+            and index in (None, completion.index)
+        ]
+        for seq_id in meant:
+            self._scheduler.abort(seq_id, finish_reason)
+        if meant and not self._succession.is_under_way:
+            self._ranks.reach("abort")
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
         """Put news into the mailboxes."""
@@ -282,11 +265,3 @@ class Engine:
         with self._failure_lock:
             self._failure = self._failure or failure
         self._mailboxes.close()
-
-
-def _fulfil(future: Future[_Ranks], rebuild: Callable[[str], _Ranks], report: str) -> None:
-    """Run the rebuild, and leave what comes of it in the future."""
-    try:
-        future.set_result(rebuild(report))
-    except BaseException as error:
-        future.set_exception(error)

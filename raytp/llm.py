@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from raytp.collector import RequestCollector
+from raytp.collector import RequestCollector, aborted
 from raytp.config import make_engine_config
 from raytp.connection import Connection, connect_engine, start_engine
 from raytp.errors import RequestError
-from raytp.outputs import EngineInfo, OutputChunk, Recovery, RequestOutput
+from raytp.outputs import EngineInfo, Recovery, RequestOutput
 from raytp.progress import ProgressBar
 from raytp.prompts import (
     Conversation,
@@ -28,7 +30,8 @@ from raytp.prompts import (
     encode_conversation,
     encode_prompt,
 )
-from raytp.request_stream import Job, Key, RequestStream
+from raytp.request_stream import Job, Key, OutputStream, RequestStream
+from scheduler.errors import shown
 from scheduler.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams, fit_to_model, resolve, validate
 from scheduler.step import IntArray
 from scheduler.updates import SchedulerStats
@@ -71,13 +74,21 @@ class LLM:
         on after `shutdown`, which ends only what this LLM has running. Raises EngineNotFoundError if there is none of
         that name, EngineError if it is not ready.
         """
+        return cls.of(connect_engine(name), show_progress=show_progress)
+
+    @classmethod
+    def of(cls, connection: Connection, *, show_progress: bool | None = None) -> LLM:
+        """An engine that `raytp.connection` has started or found."""
         llm = cls.__new__(cls)
-        llm._attach(connect_engine(name), show_progress)
+        llm._attach(connection, show_progress)
         return llm
 
     def _attach(self, connection: Connection, show_progress: bool | None) -> None:
         self._show_progress = show_progress
         self._driver = connection.driver
+        self._calls: weakref.WeakSet[RequestStream] = weakref.WeakSet()
+        """Those that may have something running."""
+        self._calls_lock = threading.Lock()
         self.info: EngineInfo = connection.info
         self.model_name = connection.model_name
         self.model_config = connection.model_config
@@ -154,8 +165,8 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
-    ) -> Generator[OutputChunk, None, None]:
-        """Complete one prompt, piece by piece; closing the iterator ends the request.
+    ) -> OutputStream:
+        """Complete one prompt, piece by piece; its `abort`, or closing it, ends the request.
 
         Raises RequestError and EngineError.
         """
@@ -170,10 +181,24 @@ class LLM:
         *,
         cache_salt: str = "",
         **template_kwargs: Any,
-    ) -> Generator[OutputChunk, None, None]:
+    ) -> OutputStream:
         """Answer one conversation, piece by piece; see `chat` and `stream`."""
         sampling = self._resolve(sampling_params)
         return self._stream(None, encode_conversation(messages, self.tokenizer, template_kwargs), sampling, cache_salt)
+
+    def abort(self, key: Any) -> None:
+        """End what other threads wait for: requests of `complete` by their key, of `generate` and `chat` by the index.
+
+        They come at once, with the tokens so far and the finish_reason "abort". Unknown keys are ignored. Streams have
+        an `abort` of their own.
+        """
+        for call in self._running_calls():
+            call.abort(key)
+
+    def abort_all(self) -> None:
+        """End all requests of this LLM, whatever thread waits for them; see `abort`. Other users' go on."""
+        for call in self._running_calls():
+            call.abort_all()
 
     def stats(self) -> SchedulerStats:
         """What the scheduler has done so far, and its load."""
@@ -182,6 +207,10 @@ class LLM:
     def step_loop_cpu_s(self) -> float:
         """CPU time that the driver's step loop has taken so far, in seconds; divide by `stats().num_steps`."""
         return self._driver.step_loop_cpu_s()
+
+    def is_recovering(self) -> bool:
+        """Whether the ranks have died, and others are being started in their place."""
+        return self._driver.is_recovering()
 
     def recoveries(self) -> list[Recovery]:
         """Each time that ranks have died and others took their place; what had happened, and how long it took."""
@@ -206,7 +235,7 @@ class LLM:
     def _resolve(self, params: SamplingParams | None) -> ResolvedSampling:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r} must be a SamplingParams")
+            raise RequestError(f"sampling_params={shown(params)} must be a SamplingParams")
         eos = tuple(i for i in self.model_config.eos_token_ids if i < self.model_config.vocab_size)
         resolved = resolve(params, self._generation_config, eos, secrets.randbelow(MAX_SEED))
         if resolved.stop and self.tokenizer is None:
@@ -220,7 +249,7 @@ class LLM:
             validate(params := params or SamplingParams())
             return [params] * num_prompts
         if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
-            raise RequestError(f"sampling_params={params!r} must be one SamplingParams or a list of them")
+            raise RequestError(f"sampling_params={shown(params)} must be one SamplingParams or a list of them")
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each")
         return params
@@ -251,16 +280,21 @@ class LLM:
                     outputs[item[0]] = item[1]
                     num_done += 1
                 bar.update(f"generating {num_done}/{num_requests}", num_done / num_requests)
-        return [output for output in outputs if output is not None]
+        return [aborted(text) if output is None else output for text, output in zip(texts, outputs, strict=True)]
 
     def _new_stream(self, cache_salt: str) -> RequestStream:
-        return RequestStream(self._driver, cache_salt, window=max(_MIN_WINDOW, 4 * self.info.max_num_seqs))
+        call = RequestStream(self._driver, cache_salt, window=max(_MIN_WINDOW, 4 * self.info.max_num_seqs))
+        with self._calls_lock:
+            self._calls.add(call)
+        return call
 
-    def _stream(
-        self, text: str | None, ids: IntArray, sampling: ResolvedSampling, cache_salt: str
-    ) -> Generator[OutputChunk, None, None]:
+    def _running_calls(self) -> list[RequestStream]:
+        with self._calls_lock:
+            return list(self._calls)
+
+    def _stream(self, text: str | None, ids: IntArray, sampling: ResolvedSampling, cache_salt: str) -> OutputStream:
         """Refuses what it must before the first piece is asked for."""
         if sampling.n != 1:
             raise RequestError(f"n={sampling.n}: a stream has one completion; use generate() for more")
         collector = RequestCollector(text, ids, sampling, self.tokenizer, is_stream=True)
-        return self._new_stream(cache_salt).chunks(collector)
+        return OutputStream(self._new_stream(cache_salt), collector)

@@ -153,7 +153,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """That the ranks have died, and others have taken their place."""
+    """That the ranks have died, or there was room for more of them, and others have taken their place."""
 
     epoch: int
     """Of the new ranks; the first ones were epoch 0."""
@@ -163,6 +163,10 @@ class Recovery:
     """When that was noticed, as time.time() counts."""
     rebuild_s: float
     """From then until the new ones were ready, what was found out about the old ones included."""
+    num_ranks: int
+    """How many the new ones are."""
+    failed_starts: tuple[tuple[float, str], ...] = ()
+    """When and why others did not come up in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

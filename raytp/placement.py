@@ -1,12 +1,11 @@
-"""Around an engine's placement group: its name, what others left behind, and what the cluster lacks for it.
+"""Around an engine's placement group: its name, what others left behind, and what the cluster has or lacks for it.
 
-Called by `raytp.rank_group` and, for the name, by `raytp.driver_client`.
+Called by `raytp.rank_group`, `raytp.rank_supply` and, for the name, `raytp.driver_client`.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import ray
 from ray._private.state import actors, available_resources_per_node
@@ -34,33 +33,64 @@ def remove_abandoned_groups() -> None:
 
 
 def describe_shortage(bundles: list[dict[str, float]], strategy: str, waited_s: float) -> str:
-    """What was asked for, what each node has free, and what is missing."""
-    wanted: Counter[str] = Counter()
-    for bundle in bundles:
-        wanted.update(bundle)
-    asked = ", ".join(f"{amount:g} {resource}" for resource, amount in wanted.items())
-    packed = " on one node" if strategy == "STRICT_PACK" and len(bundles) > 1 else ""
-    lines = [f"the cluster did not give {asked}{packed} within placement_timeout_s={waited_s:g}. Nodes:"]
-    free = available_resources_per_node()
-    most = 0.0
+    """What was asked for, what each node has free, and what is missing. All bundles are alike, of one resource."""
+    num_ranks = len(bundles)
+    ((resource, amount),) = bundles[0].items()
+    places = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {num_ranks} nodes, one on each"}
+    asked = f"{num_ranks * amount:g} {resource}{places.get(strategy, '') if num_ranks > 1 else ''}"
+    lines = [f"the cluster did not give {asked} within placement_timeout_s={waited_s:g}. Nodes:"]
+    free_of = available_resources_per_node()
+    free, total = [], []
     for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        name = node["NodeManagerHostname"]
-        totals = {resource: node["Resources"].get(resource, 0.0) for resource in wanted}
-        most = max(most, *totals.values())
-        have = ", ".join(
-            f"{free.get(node['NodeID'], {}).get(resource, 0.0):g} of {total:g} {resource} free"
-            for resource, total in totals.items()
-        )
-        lines.append(f"  {name} ({node['NodeManagerAddress']}): {have}")
-    if packed and most < len(bundles):
+        if node["Alive"]:
+            free.append(free_of.get(node["NodeID"], {}).get(resource, 0.0))
+            total.append(node["Resources"].get(resource, 0.0))
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            lines.append(f"  {name}: {free[-1]:g} of {total[-1]:g} {resource} free")
+    missing = num_ranks - _most_ranks(free, strategy)
+    if missing > 0:
+        lines.append(f"Missing: {_describe_missing(missing, resource, strategy)}.")
+    if _most_ranks(total, strategy) < num_ranks:
+        lacking = f"These nodes cannot hold {asked}, even idle"
+        if strategy == "STRICT_PACK":
+            lacking = f"No node has {num_ranks * amount:g} {resource}"
         lines.append(
-            f"No node has {asked}, so waiting cannot help unless the autoscaler adds one that has: lower "
-            f"tensor_parallel_size, or set placement_strategy='PACK' to use several nodes."
+            f"{lacking}, so waiting cannot help unless the autoscaler adds some that can: "
+            f"lower tensor_parallel_size{_other_strategy(strategy)}."
         )
     else:
         lines.append("Free some, add nodes, or raise placement_timeout_s if the autoscaler needs longer.")
-    if "CPU" in wanted:
+    if resource == "CPU":
         lines.append("It would run on CPUs. To wait for a node with GPUs instead, set device='cuda' (--device cuda).")
     return "\n".join(lines)
+
+
+def _most_ranks(amounts: list[float], strategy: str) -> int:
+    """How many ranks, of one resource each, nodes with these amounts hold."""
+    whole = [int(amount) for amount in amounts]
+    if strategy == "STRICT_PACK":
+        return max(whole, default=0)
+    return sum(amount > 0 for amount in whole) if strategy == "STRICT_SPREAD" else sum(whole)
+
+
+def _describe_missing(missing: int, resource: str, strategy: str) -> str:
+    if strategy == "STRICT_PACK":
+        return f"{missing} {resource} on the node that has most free"
+    return f"{missing} nodes with a free {resource}" if strategy == "STRICT_SPREAD" else f"{missing} {resource}"
+
+
+def _other_strategy(strategy: str) -> str:
+    if strategy == "STRICT_PACK":
+        return ", or set placement_strategy='PACK' to use several nodes"
+    return ", or set placement_strategy='SPREAD' to let ranks share a node" if strategy == "STRICT_SPREAD" else ""
+
+
+def has_room(num_ranks: int, resource: str, strategy: str, held: PlacementGroup | None) -> bool:
+    """One `resource` a rank, placed by Ray's `strategy`. What the ranks of `held` have counts as free."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    free = {node: each.get(resource, 0.0) for node, each in available_resources_per_node().items() if node in alive}
+    if held is not None:
+        for node in placement_group_table(held)["bundles_to_node_id"].values():
+            if node in free:
+                free[node] += 1
+    return _most_ranks(list(free.values()), strategy) >= num_ranks

@@ -60,6 +60,11 @@ class RankActor:
         """How far the start-up has come."""
         return WorkerStatus("starting", 0.0) if self._worker is None else self._worker.status()
 
+    @ray.method(concurrency_group="status")
+    def reach(self, point: str) -> None:
+        """Have the fault that was asked for at a point that the ranks do not see."""
+        self._made_worker().reach(point)
+
     @ray.method(concurrency_group="profile")
     def profile(self, duration_s: float) -> DeviceProfile | None:
         """What the GPU is doing."""

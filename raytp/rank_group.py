@@ -13,10 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytp.autopsy import ACCIDENTS, describe_end, examine, kill_processes
+from raytp.autopsy import ACCIDENTS, describe_end, examine, find_processes, kill_processes
 from raytp.config import EngineConfig
 from raytp.errors import (
     EngineClosedError,
@@ -37,6 +42,9 @@ from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, Wo
 
 StatusCallback = Callable[[str, float], None]
 
+_JOIN_GRACE_S = 10.0
+"""The ranks keep this deadline themselves, and say whom they did not reach: let them have their say."""
+
 
 class RankGroup:
     """One epoch's ranks. `start` builds everything or nothing; `close` leaves no actor and no placement group."""
@@ -53,7 +61,7 @@ class RankGroup:
         self._worker_config = worker_config
         self._epoch = epoch
         self._key = secrets.token_bytes(32)
-        self._placement_group = placement_group
+        self.placement_group = placement_group
         self._ranks: list[Any] = []
         self._run_refs: list[Any] = []
         self._is_closed = False
@@ -103,7 +111,7 @@ class RankGroup:
 
     def give_away_placement(self) -> PlacementGroup | None:
         """For the next ranks: from now on it is theirs to remove."""
-        given, self._placement_group = self._placement_group, None
+        given, self.placement_group = self.placement_group, None
         return given
 
     def kill_ranks(self) -> None:
@@ -111,7 +119,7 @@ class RankGroup:
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 ray.kill(rank, no_restart=True)
-        kill_processes(self.nodes)
+        kill_processes([(node.node_id, node.pid) for node in self.nodes] or find_processes(self._ranks))
         self._ranks = []
 
     def close(self) -> None:
@@ -120,14 +128,20 @@ class RankGroup:
         try:
             self.kill_ranks()
         finally:
-            if self._placement_group is not None:
+            if self.placement_group is not None:
                 with contextlib.suppress(Exception):
-                    remove_placement_group(self._placement_group)
-                self._placement_group = None
+                    remove_placement_group(self.placement_group)
+                self.placement_group = None
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`, while steps go on; None for a rank on a CPU."""
         return self._wait([rank.profile.remote(duration_s) for rank in self._ranks], "profiling")
+
+    def reach(self, point: str) -> None:
+        """Let the ranks have their faults at a point that they do not see themselves. Returns when they had."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            refs = [rank.reach.remote(point) for rank in self._ranks]
+            ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
 
     def wait_for_exit(self, timeout_s: float) -> None:
         """After the transport's close: give the ranks a moment to end by themselves."""
@@ -147,24 +161,23 @@ class RankGroup:
 
     def _place(self) -> None:
         self._check_open()
-        resource = "GPU" if self._worker_config.device == "cuda" else "CPU"
-        bundles = [{resource: 1.0}] * self._worker_config.world_size
-        if self._placement_group is None:
+        bundles = [{resource_of(self._worker_config): 1.0}] * self._worker_config.world_size
+        if self.placement_group is None:
             remove_abandoned_groups()
             name = group_name(str(ray.get_runtime_context().get_actor_id()))
-            self._placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
+            self.placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
             self._check_open()
-        if not self._placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
+        if not self.placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
             raise PlacementError(
                 describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
             )
 
     def _spawn(self) -> None:
-        assert self._placement_group is not None
+        assert self.placement_group is not None
         actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)  # type: ignore[call-overload]
         on_gpu = self._worker_config.device == "cuda"
         for rank in range(self._worker_config.world_size):
-            strategy = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=rank)
+            strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=rank)
             options = actor_class.options(
                 num_cpus=0 if on_gpu else 1,
                 num_gpus=1 if on_gpu else 0,
@@ -174,7 +187,13 @@ class RankGroup:
             )
             self._ranks.append(options.remote(self._worker_config, rank, self._epoch))
         self._check_open()
-        self.nodes = self._wait([rank.node_info.remote() for rank in self._ranks], "starting the rank actors")
+        refs = [rank.node_info.remote() for rank in self._ranks]
+        self.nodes = self._wait(refs, "starting the rank actors", on_wait=self._check_placed)
+
+    def _check_placed(self) -> None:
+        """Ray notices the loss of a node late; what was to start there would wait until it has another one."""
+        if placement_group_table(self.placement_group)["state"] not in ("CREATED", "REMOVED"):
+            raise RankDiedError("a node was lost while the rank actors started on it")
 
     def _join(self) -> None:
         host = self.nodes[0].node_ip
@@ -186,7 +205,7 @@ class RankGroup:
             neighbours = [other for other, each in enumerate(self.nodes) if each.node_id == node.node_id]
             gpu_ids = [self.nodes[other].gpu_id for other in neighbours]
             joins.append(rank.join.remote(host, port, node.node_ip, gpu_ids, neighbours.index(index)))
-        self._wait(joins, "joining the process group")
+        self._wait(joins, "joining the process group", grace_s=_JOIN_GRACE_S)
 
     def _load(self, on_status: StatusCallback) -> list[LoadReport]:
         def report_slowest() -> None:
@@ -216,9 +235,11 @@ class RankGroup:
         if ray.wait(self._run_refs, timeout=0, fetch_local=False)[0]:
             self._raise_failure(self._run_refs, "connecting to the driver")
 
-    def _wait(self, refs: list[Any], what: str, on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def _wait(
+        self, refs: list[Any], what: str, on_wait: Callable[[], None] | None = None, grace_s: float = 0.0
+    ) -> list[Any]:
         """The values of one call on each of the first len(refs) ranks. The first failure ends the wait."""
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        deadline = time.monotonic() + self._config.startup_timeout_s + grace_s
         pending = refs
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=0.2, fetch_local=False)
@@ -252,6 +273,11 @@ class RankGroup:
 
     def _name(self, rank: int) -> str:
         return self.names[rank] if self.nodes else f"rank {rank}"
+
+
+def resource_of(worker_config: WorkerConfig) -> str:
+    """What each rank needs one of, as Ray names it."""
+    return "GPU" if worker_config.device == "cuda" else "CPU"
 
 
 def _failure(ref: Any) -> Any:

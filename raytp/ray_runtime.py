@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -101,6 +102,15 @@ def choose_device() -> str:
     """
     resources = ray.cluster_resources()
     return "cpu" if resources.get("CPU", 0) > 0 and not resources.get("GPU", 0) > 0 else "cuda"
+
+
+def has_ray_died() -> bool:
+    """Whether the Ray that this process has started has lost a process: who asks it for anything waits in vain.
+
+    SIGTERM to a process group ends this process and Ray's at once.
+    """
+    node: Any = ray._private.worker._global_node
+    return node is not None and bool(node.dead_processes())
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The requests of one call of `LLM`: as many on their way as there is room for, each handed back as it finishes.
 
-Called by `raytp.llm`. Next hop of a request: `raytp.driver_client`. Knows nothing of prompts as text.
+Called by `raytp.llm`, whose users get an `OutputStream` for one request, piece by piece. Next hop of a request:
+`raytp.driver_client`. Knows nothing of prompts as text.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -15,6 +17,7 @@ from raytp.collector import RequestCollector, refused
 from raytp.driver_client import DriverClient
 from raytp.errors import RequestError
 from raytp.outputs import OutputChunk, Request, RequestOutput
+from scheduler.errors import shown
 
 _POLL_S = 1.0
 _PAUSE_S = 0.02
@@ -33,7 +36,7 @@ class Job(Generic[Key]):
 
 
 class RequestStream:
-    """The requests of one caller. Use `outputs` or `chunks`, once."""
+    """The requests of one caller. Use `outputs` or `chunks`, once; `abort` and `abort_all` from any thread."""
 
     def __init__(self, driver: DriverClient, cache_salt: str, window: int) -> None:
         """`window`: requests that may be on their way at once. Raises RequestError for a bad `cache_salt`."""
@@ -46,6 +49,26 @@ class RequestStream:
         self._open: dict[int, tuple[Any, RequestCollector]] = {}
         self._finished: list[tuple[Any, RequestOutput]] = []
         self._is_exhausted = False
+        self._lock = threading.Lock()
+        """Of what follows: an abort must not overtake the request that it means."""
+        self._num_sent = 0
+        self._to_abort: set[int] = set()
+        self._is_aborted = False
+        """All are, also those to come."""
+
+    def abort(self, key: Any) -> None:
+        """End the requests with this key that are on their way: they come with what they have, and reason "abort"."""
+        with self._lock:
+            self._to_abort.update(
+                request_id for request_id, (other, _) in list(self._open.items()) if other is key or other == key
+            )
+            self._abort_sent()
+
+    def abort_all(self) -> None:
+        """End all that are on their way, and read no more jobs."""
+        with self._lock:
+            self._is_aborted = True
+            self._abort_sent()
 
     def outputs(self, jobs: Iterable[Job[Key] | None]) -> Generator[tuple[Key, RequestOutput] | None, None, None]:
         """(key, output) of each job in the order of completion; None where nothing has finished for a second.
@@ -53,7 +76,7 @@ class RequestStream:
         A job of None says that there is nothing to send now, and is asked again. Closing the generator ends what is on
         its way.
         """
-        source = iter(jobs)
+        source = self._until_aborted(jobs)
         try:
             while self._has_more:
                 self._refill(source)
@@ -72,7 +95,7 @@ class RequestStream:
     def chunks(self, collector: RequestCollector) -> Generator[OutputChunk, None, None]:
         """One request, piece by piece. Closing the generator ends it."""
         try:
-            self._driver.submit(self._client_id, [self._open_request(None, collector)])
+            self._send([self._open_request(collector, collector)])
             while self._open:
                 yield from self._collect(_POLL_S)
         finally:
@@ -98,9 +121,29 @@ class RequestStream:
                     break
                 requests += self._prepare(job)
             if requests:
-                self._driver.submit(self._client_id, requests)
+                self._send(requests)
             if is_idle:
                 return
+
+    def _until_aborted(self, jobs: Iterable[Job[Any] | None]) -> Iterator[Job[Any] | None]:
+        for job in jobs:
+            yield job
+            if self._is_aborted:
+                return
+
+    def _send(self, requests: list[Request]) -> None:
+        with self._lock:
+            self._driver.submit(self._client_id, requests)
+            self._num_sent += len(requests)
+            self._abort_sent()
+
+    def _abort_sent(self) -> None:
+        """Pass on what is to be aborted, except what has not been sent yet."""
+        if self._is_aborted:
+            self._to_abort.update(list(self._open))
+        for request_id in [request_id for request_id in self._to_abort if request_id < self._num_sent]:
+            self._driver.abort(self._client_id, request_id, None, "abort")
+            self._to_abort.remove(request_id)
 
     def _prepare(self, job: Job[Any]) -> list[Request]:
         """What is to be sent: nothing if the request cannot be served."""
@@ -141,9 +184,31 @@ class RequestStream:
         return chunks
 
 
+class OutputStream:
+    """One request's answer, piece by piece: an iterator of `OutputChunk`s."""
+
+    def __init__(self, requests: RequestStream, collector: RequestCollector) -> None:
+        self._requests = requests
+        self._chunks = requests.chunks(collector)
+
+    def __iter__(self) -> OutputStream:
+        return self
+
+    def __next__(self) -> OutputChunk:
+        return next(self._chunks)
+
+    def abort(self) -> None:
+        """End the request, from any thread: the last piece comes soon, with the finish_reason "abort"."""
+        self._requests.abort_all()
+
+    def close(self) -> None:
+        """End the request, and the iterator with it. So does whoever drops it."""
+        self._chunks.close()
+
+
 def _check_salt(cache_salt: str) -> None:
     """It is hashed as UTF-8."""
     try:
         cache_salt.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise RequestError(f"cache_salt={cache_salt!r} must be a str without surrogates") from None
+        raise RequestError(f"cache_salt={shown(cache_salt)} must be a str without surrogates") from None

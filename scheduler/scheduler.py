@@ -22,7 +22,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.step import Step, StepResult
 from scheduler.step_builder import StepBuilder
-from scheduler.suspects import Suspects
+from scheduler.suspects import Suspects, Verdict
 from scheduler.updates import SchedulerStats, SequenceUpdate, TokenLogprobs, split_logprobs
 
 _FINISHED = SequenceStatus.FINISHED  # to look it up costs more than to compare, and there is one for every token
@@ -111,15 +111,15 @@ class Scheduler:
     def lose_ranks(self, report: str, *, is_accident: bool = False) -> bool:
         """The ranks have died: every sequence is computed again, oldest first, in a pool of the same size.
 
-        Returns whether a sequence is clearly to blame, which none is for an accident, such as a lost node. It ends with
-        `report` as its error (see `scheduler.suspects`).
+        Returns whether one sequence was alone, and so may be to blame, which none is for an accident, such as a lost
+        node. If it is, it ends with `report` as its error (see `scheduler.suspects`).
         """
         in_flight = {seq.seq_id: seq for builder in self._in_flight for seq in builder.sequences}
-        culprit = None
+        verdict = Verdict(was_trial=False)
         if is_accident:
             self._suspects.excuse()
         else:
-            culprit = self._suspects.record_death(seq for seq in in_flight.values() if seq.status is not _FINISHED)
+            verdict = self._suspects.record_death(seq for seq in in_flight.values() if seq.status is not _FINISHED)
         self._in_flight.clear()
         self._next_step_id = 0
         for seq in reversed(list(self.running.values())):
@@ -127,10 +127,11 @@ class Scheduler:
         for seq in self._sequences.values():
             seq.num_pending_tokens = 0
         self.replace_pool(self.config.num_kv_blocks)
-        if culprit is not None:
-            self._finish(culprit, "error", error=f"the ranks died each time that they computed this request: {report}")
+        if verdict.culprit is not None:
+            error = f"the ranks died each time that they computed this request: {report}"
+            self._finish(verdict.culprit, "error", error=error)
         self.waiting = deque(seq for seq in self.waiting if seq not in self._suspects.to_try)
-        return culprit is not None
+        return verdict.was_trial
 
     def replace_pool(self, num_kv_blocks: int) -> None:
         """New ranks have a pool of this size, and nothing in it. No sequence may run."""

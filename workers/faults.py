@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 from scheduler.errors import ConfigError
 
-POINTS = ("rendezvous", "loading", "warm-up", "prefill", "decode", "frame", "shutdown")
+POINTS = ("rendezvous", "loading", "warm-up", "prefill", "decode", "frame", "abort", "shutdown")
 """Joining the others; reading weights; after that; before a step with a prompt's tokens; before another step; on
-receiving a frame; on being told to end."""
+receiving a frame; between the abort of a request and the next step; on being told to end."""
 KINDS = ("kill", "stop", "exit", "raise", "delay", "corrupt")
 """SIGKILL; SIGSTOP; exit code 3; an exception; `seconds` of sleep; one bit of a received frame."""
 _EXIT_CODE = 3
@@ -49,6 +50,8 @@ class Fault:
             raise ConfigError(
                 f"a fault of kind {self.kind} cannot happen at {self.point}: corrupt and frame go together"
             )
+        if self.kind == "raise" and self.point == "abort":
+            raise ConfigError("a rank does nothing at an abort that could raise: choose another kind of fault")
 
 
 class FaultInjector:
@@ -61,6 +64,7 @@ class FaultInjector:
     def reach(self, point: str) -> None:
         """Let happen what was asked for here."""
         for fault in self._due(point):
+            _announce(fault)
             if fault.kind == "delay":
                 time.sleep(fault.seconds)
             elif fault.kind == "raise":
@@ -72,10 +76,20 @@ class FaultInjector:
 
     def damage(self, data: bytes) -> bytes:
         """A received frame, with a wrong bit if that was asked for."""
-        return data[:-1] + bytes([data[-1] ^ 1]) if self._due("frame") else data
+        due = self._due("frame")
+        if not due:
+            return data
+        _announce(due[0])
+        return data[:-1] + bytes([data[-1] ^ 1])
 
     def _due(self, point: str) -> list[Fault]:
         if not self._faults:
             return []
         self._num_reached[point] += 1
         return [fault for fault in self._faults if fault.point == point and fault.nth == self._num_reached[point]]
+
+
+def _announce(fault: Fault) -> None:
+    """In the rank's log: when it was, for whoever measures, and that it was on purpose."""
+    what = f"{fault.kind} of rank {fault.rank} in epoch {fault.epoch} at {fault.point}"
+    print(f"fault: {what}, as was asked for, {time.time():.3f}", file=sys.stderr, flush=True)

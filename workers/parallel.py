@@ -93,7 +93,7 @@ class TensorParallel:
             reason = str(error).splitlines()[0]
             raise RendezvousError(
                 f"{here} did not meet rank 0 at {host}:{port} and the other {world_size - 1} ranks within "
-                f"{timeout_s:g} s: {reason}"
+                f"{timeout_s:g} s{_describe_interface(backend)}: {reason}"
             ) from error
         _set_pg_timeout(_COLLECTIVE_TIMEOUT)
         return group
@@ -234,6 +234,12 @@ def _choose_interface(ip: str) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
     logger.info("no network interface has %s as its IPv4 address: leaving the choice to gloo and NCCL", ip)
+
+
+def _describe_interface(backend: str) -> str:
+    """Which one the collectives were to use, if that is settled."""
+    name = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME")
+    return f" over the interface {name.removeprefix('=')}" if name else ""
 
 
 def _interface_names() -> list[str]:

@@ -29,6 +29,7 @@ class EngineOptions:
     quiet: bool
     engine: str | None = None
     """A shared one: none of the others, then."""
+    min_tensor_parallel_size: int | None = None
 
     def start(self) -> LLM:
         """The engine, ready. Raises RaytpError."""
@@ -45,7 +46,7 @@ class EngineOptions:
     def _given(self) -> dict[str, Any]:
         return {
             name: value
-            for name in ("device", "dtype", "max_model_len", "memory_fraction")
+            for name in ("device", "dtype", "max_model_len", "memory_fraction", "min_tensor_parallel_size")
             if (value := getattr(self, name)) is not None
         }
 

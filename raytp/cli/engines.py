@@ -33,6 +33,7 @@ def serve_engine(
     quiet: opt.Quiet = False,
     model: opt.Model = None,
     tensor_parallel_size: opt.TensorParallelSize = 1,
+    min_tensor_parallel_size: opt.MinTensorParallelSize = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     max_model_len: opt.MaxModelLen = None,
@@ -47,7 +48,16 @@ def serve_engine(
     from raytp.connection import start_engine
     from raytp.progress import ProgressBar
 
-    options = EngineOptions(model, tensor_parallel_size, device, dtype, max_model_len, memory_fraction, quiet)
+    options = EngineOptions(
+        model,
+        tensor_parallel_size,
+        device,
+        dtype,
+        max_model_len,
+        memory_fraction,
+        quiet,
+        min_tensor_parallel_size=min_tensor_parallel_size,
+    )
     with ProgressBar("finding the cluster", False if quiet else None) as bar:
         report = _LogOfStages().update if not quiet and not sys.stderr.isatty() else bar.update
         started = start_engine(model, options.config(), report, name)

@@ -89,6 +89,13 @@ TensorParallelSize = Annotated[
         "--tensor-parallel-size", "-t", help="Ranks, one GPU each, that share the model.", rich_help_panel=_MODEL
     ),
 ]
+MinTensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Go on with as few ranks as that if nodes are lost and no others come. Default: wait for all ranks.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[
     str | None, typer.Option(help="cuda or cpu. Default: cuda, if there is a GPU.", rich_help_panel=_MODEL)
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import raytp.engine as engine_module
+import raytp.succession as succession_module
 from raytp.engine import Engine
 from raytp.errors import EngineClosedError, EngineError, RankFailedError
 from raytp.outputs import CompletionUpdate, Failure, Request
@@ -61,6 +62,9 @@ class FakeRankSource:
         """Of every new transport."""
         self.refusal: EngineError | None = None
         self.reports: list[str] = []
+        self.transports: list[FakeTransport] = []
+        self.rooms: list[str] = []
+        self.reached: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -74,7 +78,14 @@ class FakeRankSource:
             raise self.refusal
         transport = FakeTransport(self._config)
         transport.before_receive = self.before_receive
+        self.transports.append(transport)
         return transport, self._config.num_kv_blocks
+
+    def room_for_more(self) -> str | None:
+        return self.rooms.pop() if self.rooms else None
+
+    def reach(self, point: str) -> None:
+        self.reached.append(point)
 
 
 class Rig:
@@ -356,6 +367,67 @@ def test_an_engine_is_closed_while_its_ranks_are_built_again(rig: Rig) -> None:
     rig.ranks.gate.set()
 
 
+def test_an_engine_closed_as_new_ranks_are_ready_tells_them_to_end() -> None:
+    """The step loop is kept from taking them."""
+    rig = Rig(make_config())
+    rig.transport.before_receive = _fail_sometimes([], every=1)
+    rig.ranks.gate.clear()
+    rig.engine.submit("a", [rig.request(0, [1, 2])])
+    deadline = time.monotonic() + PROMPTLY_S
+    while not rig.ranks.reports:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        go_on.wait(20)
+
+    rig.engine._commands.put(hold)
+    assert is_held.wait(PROMPTLY_S)
+    rig.ranks.gate.set()
+    while not rig.ranks.transports:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    rig.engine._is_closing = True
+    go_on.set()
+    rig.engine.close()
+    assert [transport.is_closed for transport in rig.ranks.transports] == [True]
+
+
+def test_an_idle_engine_takes_more_ranks_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession_module, "_LOOK_FOR_ROOM_EVERY_S", 0.0)
+    rig = Rig(make_config())
+    rig.transport.before_receive = lambda: time.sleep(0.01)
+    requests = [rig.request(i, [i, 2], max_tokens=50) for i in range(3)]
+    rig.engine.submit("a", requests)
+    rig.ranks.rooms = ["there is room"]
+    for update in rig.collect("a", 3):
+        assert (update.token_ids, update.finish_reason) == rig.expected(requests[update.request_id])
+    deadline = time.monotonic() + PROMPTLY_S
+    while not rig.ranks.transports:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert rig.transport.is_closed, "the old ranks are told to end"
+    rig.engine.submit("a", requests)
+    for update in rig.collect("a", 3):
+        assert (update.token_ids, update.finish_reason) == rig.expected(requests[update.request_id])
+    assert rig.ranks.reports == ["there is room"]
+    rig.engine.close()
+
+
+def test_only_an_abort_that_ends_something_is_a_point_for_faults(rig: Rig, gate: threading.Event) -> None:
+    rig.engine.submit("a", [rig.request(0, [1]), rig.request(1, [2])])
+    rig.engine.abort("a", 0, None, "abort")
+    rig.engine.abort("a", 7, None, "abort")
+    gate.set()
+    rig.collect("a", 2)
+    rig.engine.forget("a")
+    rig.wait_until_idle()
+    assert rig.ranks.reached == ["abort"]
+
+
 def test_ranks_that_never_finish_a_step_are_given_up(rig: Rig) -> None:
     rig.transport.before_receive = rig.ranks.before_receive = _fail_sometimes([], every=1)
     rig.engine.submit("a", [rig.request(i, [1, i]) for i in range(30)])
@@ -365,7 +437,7 @@ def test_ranks_that_never_finish_a_step_are_given_up(rig: Rig) -> None:
             rig.engine.poll("a", 5)
 
     with pytest.raises(
-        EngineError, match=r"died 12 times in a row .*\(max_restarts=3\), 8 of them with one request alone"
+        EngineError, match=r"died 20 times in a row .*\(max_restarts=3\), 16 of them with one request alone"
     ):
         wait()
 

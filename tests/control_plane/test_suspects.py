@@ -67,7 +67,7 @@ def test_only_the_requests_that_kill_are_lost(seed: int, poisoned: set[int], fat
             prompt = [7] * POISON_LEN
         harness.add(make_sequence(seq_id, prompt, max_tokens=26))
     num_deaths = run_to_the_end(harness)
-    assert num_deaths <= 4 * len(poisoned)
+    assert num_deaths <= 5 * len(poisoned)
     for seq_id, story in harness.stories.items():
         if seq_id in poisoned:
             assert story.finish_reason == "error"
@@ -124,6 +124,26 @@ def test_an_accident_convicts_nobody_not_even_whoever_is_on_trial() -> None:
         assert harness.scheduler._suspects.on_trial is not None
         harness.lose_ranks(is_accident=True)
     harness.run()
+    for seq_id in harness.stories:
+        harness.assert_as_expected(seq_id)
+
+
+def test_one_kill_during_a_trial_convicts_nobody() -> None:
+    """Each is tried alone, and the ranks are killed once in every trial."""
+    harness = Harness(make_config())
+    for seq_id in range(4):
+        harness.add(make_sequence(seq_id, [seq_id, 1, 2], max_tokens=30))
+    for _ in range(2):
+        harness.advance(2)
+        harness.lose_ranks()
+    killed = set()
+    while harness.scheduler.has_unfinished:
+        harness.advance(2)
+        tried = harness.scheduler._suspects.on_trial
+        if tried is not None and tried.seq_id not in killed:
+            killed.add(tried.seq_id)
+            harness.lose_ranks()
+    assert len(killed) == 4
     for seq_id in harness.stories:
         harness.assert_as_expected(seq_id)
 

@@ -9,9 +9,17 @@ import pytest
 from raytp import rank_supply
 from raytp.autopsy import describe_death
 from raytp.config import EngineConfig
-from raytp.errors import EngineClosedError, KVCacheMemoryError, RankDiedError, RankFailedError, RaytpError
+from raytp.errors import (
+    ConfigError,
+    EngineClosedError,
+    KVCacheMemoryError,
+    PlacementError,
+    RankDiedError,
+    RankFailedError,
+    RaytpError,
+)
 from raytp.rank_supply import RankSupply
-from workers.config import LoadReport
+from workers.config import LoadReport, WorkerConfig
 
 REPORT = LoadReport(
     rank=0, device_name="", attention_backend="", num_kv_blocks=7, weight_bytes=1, peak_host_bytes=1, load_s=1.0
@@ -25,8 +33,12 @@ class FakeGroups:
         self.failures = list(failures)
         self.num_started = 0
         self.num_closed = 0
+        self.placement_group = None
+        self.made: list[tuple[int, float]] = []
+        """(ranks, how long they may wait for room) of each group."""
 
-    def __call__(self, *args: Any, **options: Any) -> FakeGroups:
+    def __call__(self, config: EngineConfig, worker_config: WorkerConfig, *args: Any, **options: Any) -> FakeGroups:
+        self.made.append((worker_config.world_size, config.placement_timeout_s))
         return self
 
     def start(self, on_status: Any) -> Any:
@@ -46,10 +58,15 @@ class FakeGroups:
         self.num_closed += 1
 
 
-def make_supply(monkeypatch: pytest.MonkeyPatch, groups: FakeGroups, max_restarts: int = 2) -> RankSupply:
+def make_supply(monkeypatch: pytest.MonkeyPatch, groups: FakeGroups, **options: Any) -> RankSupply:
     monkeypatch.setattr(rank_supply, "RankGroup", groups)
-    config: Any = EngineConfig(max_restarts=max_restarts)
-    return RankSupply(config, worker_config=None, on_status=lambda *_: None)  # type: ignore[arg-type]
+    config = EngineConfig(**{"max_restarts": 2} | options)
+    worker_config = WorkerConfig(
+        model_path="", world_size=config.tensor_parallel_size, device="cpu", dtype="", load_format="", block_size=16,
+        attention_backend="", enforce_eager=False, num_kv_blocks=None, memory_fraction=1.0, cpu_kv_cache_bytes=1,
+        max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1, num_valid_tokens=None, num_threads=1, timeout_s=1.0,
+    )  # fmt: skip
+    return RankSupply(config, worker_config, on_status=lambda *_: None)
 
 
 @pytest.mark.parametrize("failure", [RankFailedError("out of memory"), KVCacheMemoryError("no memory is left")])
@@ -85,6 +102,43 @@ def test_no_ranks_are_built_for_an_engine_that_is_closed(monkeypatch: pytest.Mon
     assert groups.num_started == 0
 
 
+def test_a_group_shrinks_to_what_there_is_room_for_and_grows_when_there_is_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first wait is for the autoscaler, the last for anything at all; those in between only look."""
+    no_room = PlacementError("no room")
+    room = 1
+    monkeypatch.setattr(rank_supply, "has_room", lambda num_ranks, *_: num_ranks <= room)
+    groups = FakeGroups(None, no_room, no_room)
+    supply = make_supply(monkeypatch, groups, tensor_parallel_size=3, min_tensor_parallel_size=1)
+    supply.start()
+    supply.rebuild("a node was lost")
+    assert groups.made == [(3, 900), (3, 900), (2, 10), (1, 900)]
+    assert supply.room_for_more() is None
+    supply.rebuild("killed")
+    room = 2
+    report = supply.room_for_more()
+    assert report == "there is room for 2 ranks, where 1 are at work: they are built again"
+    supply.rebuild(report)
+    assert supply.room_for_more() is None
+    room = 3
+    supply.rebuild("killed")
+    assert groups.made[4:] == [(1, 900), (2, 10), (3, 10)]
+    assert [recovery.num_ranks for recovery in supply.recoveries] == [1, 1, 2, 3]
+    groups.failures = [no_room, no_room]
+    supply.rebuild("killed")
+    assert groups.made[7:] == [(3, 900), (2, 10), (1, 900)]
+
+
+def test_less_than_the_least_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = FakeGroups(None, *[PlacementError("no room")] * 2)
+    supply = make_supply(monkeypatch, groups, tensor_parallel_size=3, min_tensor_parallel_size=2)
+    supply.start()
+    with pytest.raises(PlacementError):
+        supply.rebuild("killed")
+    assert [num_ranks for num_ranks, _ in groups.made] == [3, 3, 2]
+
+
 @pytest.mark.parametrize(
     ("death", "cause"),
     [
@@ -104,3 +158,11 @@ def test_no_ranks_are_built_for_an_engine_that_is_closed(monkeypatch: pytest.Mon
 )
 def test_a_death_is_told_as_far_as_it_is_known(death: str, cause: str) -> None:
     assert describe_death(death, log="").startswith(cause)
+
+
+@pytest.mark.parametrize(
+    ("least", "said"), [(3, "exceeds tensor_parallel_size=2"), (0, "at least 1"), (1.5, "integer")]
+)
+def test_the_least_number_of_ranks_is_checked(least: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"min_tensor_parallel_size={least} .*{said}"):
+        EngineConfig(tensor_parallel_size=2, min_tensor_parallel_size=least)

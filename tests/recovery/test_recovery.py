@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private.state import actors
+from ray.util.placement_group import placement_group_table
 
 from raytp import LLM, RequestOutput, SamplingParams
+from raytp.autopsy import find_processes, kill_processes
 from raytp.errors import EngineError
 from workers.faults import Fault
 
@@ -52,15 +57,20 @@ def rank_pids() -> list[int]:
     return sorted(alive - _others)
 
 
+def placement_groups() -> set[str]:
+    """Those that have not been given back."""
+    return {group_id for group_id, group in placement_group_table().items() if group["state"] != "REMOVED"}
+
+
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(ray_session: None) -> list[list[int]]:
-    """What SmolLM2 answers on two ranks that nothing happens to."""
-    with LLM(tensor_parallel_size=2, device="cpu") as llm:
+@functools.cache
+def undisturbed(model: Path | None) -> list[list[int]]:
+    """What a model, SmolLM2 if it is None, answers on two ranks that nothing happens to."""
+    with LLM(model, 2, device="cpu") as llm:
         return ids(llm.generate(PROMPTS, SAMPLING))
 
 
@@ -84,18 +94,82 @@ OTHERWISE = faults(
     ("corrupt", 1, "frame", 7),
     ("stop", 0, "decode", 5),
 )
+ONE_OF_EACH_KIND = faults(
+    ("kill", 1, "decode", 12),
+    ("stop", 0, "decode", 5),
+    ("raise", 1, "decode", 9),
+    ("corrupt", 0, "frame", 9),
+)
 
 
-@pytest.mark.parametrize("what", [KILLED, OTHERWISE], ids=["killed", "otherwise"])
-def test_the_answers_are_those_of_an_undisturbed_engine(what: tuple[Fault, ...], undisturbed: list[list[int]]) -> None:
-    """One fault after another, each in the ranks that took the place of those before."""
-    with LLM(tensor_parallel_size=2, device="cpu", faults=what, heartbeat_timeout_s=3.0) as llm:
-        assert ids(llm.generate(PROMPTS, SAMPLING)) == undisturbed
+@pytest.mark.parametrize(
+    ("model", "what", "transport"),
+    [
+        (TRIVIA, KILLED, "socket"),
+        (TRIVIA, OTHERWISE, "socket"),
+        (TRIVIA, ONE_OF_EACH_KIND, "ray"),
+        (None, ONE_OF_EACH_KIND, "socket"),
+    ],
+    ids=["killed", "otherwise", "through Ray", "SmolLM2"],
+)
+def test_the_answers_are_those_of_an_undisturbed_engine(
+    model: Path | None, what: tuple[Fault, ...], transport: str
+) -> None:
+    """One fault after another, each in the ranks that took the place of those before.
+
+    `benchmarks/recovery.py` runs each rank and point with any model, in an engine of its own.
+    """
+    expected = undisturbed(model)
+    with LLM(model, 2, device="cpu", faults=what, heartbeat_timeout_s=3.0, transport=transport) as llm:
+        assert ids(llm.generate(PROMPTS, SAMPLING)) == expected
         recoveries = llm.recoveries()
         assert recoveries[-1].epoch == len(what)
         num_while_running = sum(fault.point in ("decode", "prefill", "frame") for fault in what)
         assert len(recoveries) == num_while_running
-        assert ids(llm.generate(PROMPTS, SAMPLING)) == undisturbed, "and again, when all is calm"
+        assert ids(llm.generate(PROMPTS, SAMPLING)) == expected, "and again, when all is calm"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_during_an_abort_and_another_while_the_engine_ends(rank: int) -> None:
+    what = faults(("kill", rank, "abort", 1), ("kill", rank, "shutdown", 1))
+    before = placement_groups()
+    with LLM(TRIVIA, 2, device="cpu", faults=what) as llm:
+        outputs: list[RequestOutput] = []
+        beside = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPTS, SAMPLING)))
+        aborted = llm.stream("Nobody will hear the end", GREEDY.replace(max_tokens=400))
+        next(aborted)
+        beside.start()
+        aborted.abort()
+        assert list(aborted)[-1].finish_reason == "abort"
+        beside.join()
+        assert ids(outputs) == undisturbed(TRIVIA)
+        assert len(llm.recoveries()) == 1
+        assert "fault: kill" in llm.recoveries()[0].report
+        ended_at = time.monotonic()
+    assert time.monotonic() - ended_at < 15
+    assert rank_pids() == []
+    assert placement_groups() == before
+
+
+def test_a_rank_that_stops_before_it_has_said_where_it_is_can_be_killed() -> None:
+    @ray.remote(num_cpus=0)
+    class RankActor:
+        def __init__(self) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    actor = RankActor.remote()
+    deadline = time.monotonic() + 30
+    while not (found := find_processes([actor])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ((_, pid),) = found
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kill_processes(found)
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_report_names_the_rank_its_process_and_what_it_said() -> None:
@@ -125,8 +199,8 @@ def test_a_crash_is_named_by_its_signal_and_the_user_is_told_while_it_lasts(capl
 
 
 def test_a_request_that_kills_the_ranks_ends_alone() -> None:
-    """It is the first in each step, and each step with it dies."""
-    what = faults(*[("kill", 1, "prefill", 1)] * 3)
+    """It is the first in each step, and each step with it dies: twice among others, and in two trials."""
+    what = faults(*[("kill", 1, "prefill", 1)] * 4)
     with LLM(TRIVIA, 2, device="cpu", faults=what, max_num_seqs=1) as llm:
         outputs = llm.generate(["the killer", "an innocent", "another one"], SamplingParams(max_tokens=8))
         assert [output.error is None for output in outputs] == [False, True, True]
