@@ -186,7 +186,12 @@ class Listener:
             threading.Thread(target=self._handshake, args=(raw,), name="raytp-handshake", daemon=True).start()
 
     def _handshake(self, raw: socket.socket) -> None:
-        connection = _wrap(raw, _HANDSHAKE_TIMEOUT_S)
+        try:
+            connection = _wrap(raw, _HANDSHAKE_TIMEOUT_S)
+        except OSError:  # out of file descriptors, say
+            raw.close()
+            self._slots.release()
+            return
         try:
             with _hung_up_after(connection, _HANDSHAKE_TIMEOUT_S):
                 deliver_challenge(connection, self._key)
