@@ -27,7 +27,7 @@ MESSAGE = {"role": "user", "content": "hi"}
         ([[1, 2], [3]], 2),
         (np.array([[1, 2], [3, 4], [5, 6]]), 3),
         ([np.array([1, 2]), np.array([3])], 2),
-        (iter(["a", "b"]), 2),
+        pytest.param(iter(["a", "b"]), 2, id="iterator"),
         ([[]], 1),
         ([], 0),
         ([1, "a"], 2),
