@@ -1,4 +1,4 @@
-"""`raytp.batch`: from paths and settings to a finished job. The only file of the package that starts an engine."""
+"""`raytp.batch`: from paths and settings to a finished job. `engine_choice` starts the engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 
+from raytp.batch_job.engine_choice import EngineChoice
 from raytp.batch_job.job import BatchJob, RecordFormat
 from raytp.batch_job.locations import Location, locate
 from raytp.batch_job.openai_response import OpenAIFormat
@@ -19,13 +20,9 @@ from raytp.batch_job.plain_format import PlainFormat
 from raytp.batch_job.progress import BatchSummary, JobProgress
 from raytp.batch_job.readers import InputFile, Reader, find_files, find_format, table_schema
 from raytp.batch_job.rows import Engine
-from raytp.config import check_shared_alone
 from raytp.errors import BatchError, ConfigError, EngineError, RequestError
-from raytp.model_files import model_digest
+from raytp.scaling import Policy
 from scheduler.sampling_params import SamplingParams, validate
-
-if TYPE_CHECKING:
-    from raytp.llm import LLM
 
 _OUTPUT_FORMATS = ("jsonl", "parquet")
 _OTHER_FORMATS = ("csv", "gz", "json", "tsv", "txt", "xlsx")
@@ -54,40 +51,6 @@ class Settings:
     restart: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
-    """The engine that is to do it: arguments of `raytp.LLM`, or a shared one. Raises ConfigError if both are given."""
-
-    model: str | os.PathLike[str] | None
-    tensor_parallel_size: int
-    options: Mapping[str, Any]
-    shared: str | None
-
-    def __post_init__(self) -> None:
-        if self.shared is not None:
-            check_shared_alone(self.shared, self.model, self.tensor_parallel_size, self.options)
-
-    def identity(self) -> dict[str, str]:
-        """What tells its model from others. Raises RaytpError if there is none."""
-        if self.shared is not None:
-            from raytp.connection import describe_engine
-
-            engine = describe_engine(self.shared)
-            return {"name": engine.model_name, "digest": engine.model_digest}
-        from raytp.model_source import resolve_model
-
-        source = resolve_model(self.model)
-        return {"name": source.name, "digest": model_digest(source.path)}
-
-    def start(self, show_progress: bool | None) -> LLM:
-        """The engine, ready. Raises RaytpError."""
-        from raytp.llm import LLM
-
-        if self.shared is not None:
-            return LLM.connect(self.shared, show_progress=show_progress)
-        return LLM(self.model, self.tensor_parallel_size, show_progress=show_progress, **self.options)
-
-
 def batch(
     input: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -95,6 +58,8 @@ def batch(
     engine: str | None = None,
     model: str | os.PathLike[str] | None = None,
     tensor_parallel_size: int = 1,
+    replicas: int | str | tuple[int, int] | None = None,
+    policy: str | Policy = "fixed",
     sampling_params: SamplingParams | None = None,
     chat: bool | None = None,
     ordered: bool = False,
@@ -113,6 +78,9 @@ def batch(
         output: a path or an fsspec URL of a .jsonl or .parquet file, or of a folder of part files.
         engine: the name of a shared engine, as for `raytp.LLM.connect`; None starts one.
         model, tensor_parallel_size, options: as for `raytp.LLM`.
+        replicas: so many engines; "MIN:MAX" or (MIN, MAX) lets the policy decide. None starts one.
+        policy: "fixed" (as many as MAX), "queue:SECONDS", "deadline:SECONDS", "module:function", or the function: from
+            a `raytp.scaling.Observation` to a number of replicas.
         sampling_params: holds where a row says nothing else.
         chat: ask prompts of text through the chat template; None does if the model has one.
         ordered: records in the order of the input, not of completion.
@@ -136,7 +104,15 @@ def batch(
         output_format=output_format,
         restart=restart,
     )
-    return run_job(input, output, settings, EngineChoice(model, tensor_parallel_size, options, engine), show_progress)
+    choice = EngineChoice(
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        options=options,
+        shared=engine,
+        replicas=replicas,
+        policy=policy,
+    )
+    return run_job(input, output, settings, choice, show_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +186,13 @@ def _run(job: _Job, choice: EngineChoice, identity: dict[str, Any], show_progres
 
 def _work(job: _Job, choice: EngineChoice, output: Output, run_id: str, show_progress: bool | None) -> BatchSummary:
     """Start the engine, and do what is left to do."""
-    with choice.start(show_progress) as engine, JobProgress(output.total, show_progress) as progress:
+    reader = Reader(job.files, job.input_format)
+    with (
+        choice.start(show_progress, reader.num_unread) as engine,
+        JobProgress(output.total, show_progress) as progress,
+    ):
         runner = BatchJob(
-            Reader(job.files, job.input_format),
+            reader,
             _row_format(job, run_id, engine),
             output,
             progress,
@@ -236,13 +216,13 @@ def _row_format(job: _Job, run_id: str, engine: Engine) -> RecordFormat:
     sampling, use_chat = job.settings.sampling, job.settings.chat
     if job.input_format == "openai":
         return OpenAIFormat(sampling, run_id, engine.model_name, engine.tokenizer)
-    return PlainFormat(sampling, _has_chat_template(engine) if use_chat is None else use_chat)
+    return PlainFormat(sampling, has_chat_template(engine.tokenizer) if use_chat is None else use_chat)
 
 
-def _has_chat_template(engine: Engine) -> bool:
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a prompt of text can be asked as a chat; `tokenizer` is that of an `LLM`."""
     from raytp.prompts import encode_conversation
 
-    tokenizer: Any = engine.tokenizer
     try:
         encode_conversation([{"role": "user", "content": "?"}], tokenizer, {})
     except RequestError:

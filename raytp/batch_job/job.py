@@ -110,10 +110,9 @@ class BatchJob:
 
     def _answer(self, ordinal: int, output: RequestOutput) -> None:
         row = self._in_flight.pop(ordinal)
-        failed = next((each for each in output.outputs if each.finish_reason in ("error", "abort")), None)
+        failed = failed_row(row, output)
         if failed is not None:
-            message = failed.error or f"the request ended with {failed.finish_reason}"
-            self._fail(BadRow(place=row.place, id=row.id, code="invalid_request", message=message, columns=row.columns))
+            self._fail(failed)
             return
         counts = Counts(
             num_succeeded=1,
@@ -190,6 +189,15 @@ class BatchJob:
             yield
         finally:
             restore()
+
+
+def failed_row(row: Row, output: RequestOutput) -> BadRow | None:
+    """What the row is if its request failed; None if it was answered."""
+    failed = next((each for each in output.outputs if each.finish_reason in ("error", "abort")), None)
+    if failed is None:
+        return None
+    message = failed.error or f"the request ended with {failed.finish_reason}"
+    return BadRow(place=row.place, id=row.id, code="invalid_request", message=message, columns=row.columns)
 
 
 def _duplicate(row: Row | BadRow) -> BadRow:

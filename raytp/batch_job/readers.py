@@ -141,6 +141,10 @@ class Reader:
         """Which part of the input has been read, from 0 to 1."""
         return min(1.0, self._num_bytes_read / self._num_bytes) if self._num_bytes else 0.0
 
+    def num_unread(self) -> int:
+        """Rows that are still to be read, by the mean length of those that were."""
+        return round(self.num_read * (1 / self.fraction - 1)) if self.fraction else 0
+
     def rows(self, row_format: RowFormat) -> Iterator[Row | BadRow]:
         """Every row, in order. Raises ConfigError if a file cannot be read."""
         for file in self._files:

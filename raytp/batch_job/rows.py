@@ -71,7 +71,9 @@ class Decoder(Protocol):
 class Engine(Protocol):
     """What a job needs of `raytp.LLM`."""
 
-    model_name: str
+    @property
+    def model_name(self) -> str:
+        """For records that name it."""
 
     @property
     def tokenizer(self) -> Decoder | None:

@@ -10,7 +10,8 @@ from raytp.cli import console
 from raytp.cli import options as opt
 
 if TYPE_CHECKING:
-    from raytp.batch_job.api import EngineChoice, Settings
+    from raytp.batch_job.api import Settings
+    from raytp.batch_job.engine_choice import EngineChoice
     from raytp.batch_job.progress import BatchSummary
 
 BATCH_EXAMPLES = """[bold]Examples[/bold]
@@ -32,7 +33,7 @@ raytp batch questions.txt answers.jsonl --ordered --errors failed.jsonl --summar
 1    the job could not begin, or the engine or the output failed; 2 is wrong usage"""
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
-_INPUT, _OUTPUT = "Input", "Output"
+_INPUT, _OUTPUT, _ENGINE = "Input", "Output", "Model and engine"
 _InputArgument = Annotated[
     str, typer.Argument(metavar="INPUT", help="A file, glob or folder, or an fsspec URL of one.", show_default=False)
 ]
@@ -75,6 +76,22 @@ _Restart = Annotated[
     typer.Option("--restart", help="Discard the output of an earlier run of this job.", rich_help_panel=_OUTPUT),
 ]
 
+_Replicas = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIN:MAX",
+        help="Engines that share the rows, each with its own ranks; N alone is N:N. Default: one.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+_Policy = Annotated[
+    str,
+    typer.Option(
+        help="How many, between MIN and MAX: fixed (MAX), queue:SECONDS, deadline:SECONDS, or MODULE:FUNCTION.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+
 
 def batch(
     input: _InputArgument,
@@ -98,6 +115,9 @@ def batch(
     engine: opt.Engine = None,
     model: opt.Model = None,
     tensor_parallel_size: opt.TensorParallelSize = 1,
+    min_tensor_parallel_size: opt.MinTensorParallelSize = None,
+    replicas: _Replicas = None,
+    policy: _Policy = "fixed",
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     max_model_len: opt.MaxModelLen = None,
@@ -108,7 +128,8 @@ def batch(
     INPUT is in OpenAI's batch format, JSONL or Parquet with a prompt or messages column, or lines of text.
     Ended in any way, the same command again does the rows that are left.
     """
-    from raytp.batch_job.api import EngineChoice, Settings
+    from raytp.batch_job.api import Settings
+    from raytp.batch_job.engine_choice import EngineChoice
 
     sampling = opt.sampling_params(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     settings = Settings(
@@ -121,9 +142,23 @@ def batch(
         output_format=output_format,
         restart=restart,
     )
-    given = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "memory_fraction": memory_fraction}
+    given = {
+        "min_tensor_parallel_size": min_tensor_parallel_size,
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "memory_fraction": memory_fraction,
+    }
     options = {name: value for name, value in given.items() if value is not None}
-    _run(input, output, settings, EngineChoice(model, tensor_parallel_size, options, engine), summary, quiet)
+    choice = EngineChoice(
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        options=options,
+        shared=engine,
+        replicas=replicas,
+        policy=policy,
+    )
+    _run(input, output, settings, choice, summary, quiet)
 
 
 def _run(

@@ -1,0 +1,74 @@
+"""What a job's replicas have shown they can do, as policies are told. Called by `raytp.replicas.pool`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from raytp.outputs import RequestOutput
+from raytp.replicas.replica import Replica, State
+from raytp.scaling import Observation, RateMeter, Scaler
+
+_INTERVAL_S = 5.0
+"""Rows come in clumps; a rate is taken over so long."""
+_STARTUP_S = 60.0
+"""A guess, until a replica has been started."""
+
+
+class Gauge:
+    """Counts rows and tokens, and makes observations of them."""
+
+    def __init__(self) -> None:
+        self._began_s = self._interval_s = time.monotonic()
+        self._meter = RateMeter()
+        self._num_rows = 0
+        self._num_tokens = 0
+        self._tokens_before = 0
+        """Of earlier intervals."""
+        self._startup_s: float | None = None
+        self._was_saturated = True
+
+    def count_row(self, output: RequestOutput) -> None:
+        """A row is done."""
+        self._num_rows += 1
+        self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
+
+    def count_start(self, replica: Replica) -> None:
+        """A replica has just become ready."""
+        self._startup_s = time.monotonic() - replica.since_s
+
+    def observe(self, replicas: Sequence[Replica], num_waiting: int, scaler: Scaler) -> Observation:
+        """The job at this moment; `num_waiting` rows have no replica yet."""
+        now = time.monotonic()
+        ready = [replica for replica in replicas if replica.takes_rows]
+        pending = [replica for replica in replicas if not replica.takes_rows and replica.state is not State.LEAVING]
+        rows_at_once = max((replica.rows_at_once for replica in ready), default=1)
+        self._was_saturated &= all(replica.load >= replica.rows_at_once for replica in ready)
+        self._measure(now, sum(replica.since_s < self._interval_s for replica in ready), rows_at_once)
+        return Observation(
+            now_s=now - self._began_s,
+            rows_waiting=num_waiting,
+            rows_running=sum(replica.load for replica in replicas),
+            arrival_rows_per_s=0.0,
+            tokens_per_row=self._num_tokens / self._num_rows if self._num_rows else None,
+            tokens_per_s_per_replica=self._meter.tokens_per_s_per_replica,
+            rows_per_replica=rows_at_once,
+            startup_s=_STARTUP_S if self._startup_s is None else self._startup_s,
+            num_ready=len(ready),
+            num_pending=len(pending),
+            num_nodes_pending=sum(replica.stage[0] == "waiting for resources" for replica in pending),
+            target=scaler.target,
+            seconds_since_change=scaler.seconds_since_change(now - self._began_s),
+            min_replicas=scaler.min_replicas,
+            max_replicas=scaler.max_replicas,
+        )
+
+    def _measure(self, now: float, num_replicas: int, rows_at_once: int) -> None:
+        """Tokens are seen when their row is done: before as many rows are done as run at once, rates would mislead."""
+        seconds = now - self._interval_s
+        if seconds < _INTERVAL_S:
+            return
+        if num_replicas and self._num_rows >= rows_at_once:
+            rate = (self._num_tokens - self._tokens_before) / seconds / num_replicas
+            self._meter.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
+        self._interval_s, self._tokens_before, self._was_saturated = now, self._num_tokens, True
