@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -9,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -74,6 +76,20 @@ def _start_ray(num_ranks: int) -> None:
         log_to_driver=False,
         logging_level=logging.WARNING,
     )
+    atexit.register(_kill_workers_without_ray)  # runs before Ray's own, which does not look for them
+
+
+def _kill_workers_without_ray() -> None:
+    """Workers that were just starting when their Ray died notice it when they have started: on a busy machine, late."""
+    if not has_ray_died():
+        return
+    node: Any = ray._private.worker._global_node
+    session = os.fsencode(node.get_session_dir_path())
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            if b"default_worker.py" in command and b"--raylet-name=" + session + b"/" in command:
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _wait_for_listener(address: str) -> None:

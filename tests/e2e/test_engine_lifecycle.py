@@ -136,23 +136,6 @@ def test_shutdown_while_another_thread_generates() -> None:
     assert [isinstance(error, EngineError) for error in errors] == [True], errors
 
 
-@pytest.mark.parametrize("transport", ["socket", "ray"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_it_generates(victim: int, transport: str) -> None:
-    """The caller sees a pause; see tests/recovery for more."""
-    prompts = [[5 + i] for i in range(16)]
-    greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    with LLM(TRIVIA, 2, transport=transport) as llm:
-        undisturbed = [output.token_ids for output in llm.generate(prompts, greedy)]
-        pids = _actor_pids("RankActor")
-        threading.Timer(0.3, os.kill, (pids[victim], signal.SIGKILL)).start()
-        while not (recoveries := llm.recoveries()):
-            assert [output.token_ids for output in llm.generate(prompts, greedy)] == undisturbed
-        assert f"(pid {pids[victim]} on " in recoveries[0].report
-        assert "died" in recoveries[0].report
-        assert not set(pids) & set(_actor_pids("RankActor"))
-
-
 def test_the_driver_killed_while_it_generates() -> None:
     llm = LLM(TRIVIA)
     (pid,) = _actor_pids("Driver")

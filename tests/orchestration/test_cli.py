@@ -261,6 +261,7 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_then_the_session(run_env, end
         terminal.type(PRESIDENT + "\r")
         terminal.wait_for(QUESTIONS[PRESIDENT])
         terminal.type("\x03")
+        terminal.wait_for("; stopped")
         terminal.wait_for("> ")
         terminal.type("\x03")
         terminal.wait_for("again")
