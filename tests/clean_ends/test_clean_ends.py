@@ -152,7 +152,7 @@ def script_of(tmp_path: Path) -> Iterator[Callable[[str, str | None], Script]]:
         script.end()
 
 
-@pytest.mark.parametrize("ending", ["exception", "SIGINT", "SIGTERM", "SIGKILL", "driver killed", "job stopped"])
+@pytest.mark.parametrize("ending", ["exception", "SIGINT", "SIGKILL", "driver killed", "job stopped"])
 def test_an_ending_in_a_cluster_that_goes_on(
     ending: str, ray_session: None, script_of: Callable[[str, str | None], Script]
 ) -> None:
