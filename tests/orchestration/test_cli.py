@@ -262,10 +262,10 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_then_the_session(run_env, end
         terminal.wait_for(QUESTIONS[PRESIDENT])
         terminal.type("\x03")
         terminal.wait_for("; stopped")
-        terminal.wait_for("> ")
+        terminal.wait_for_prompt()
         terminal.type("\x03")
         terminal.wait_for("again")
-        terminal.wait_for("> ")
+        terminal.wait_for_prompt()
         terminal.type("\x03")
         assert terminal.exit_code(timeout_s=20) == 0
 
@@ -290,6 +290,11 @@ class Terminal:
             assert ready, f"{text!r} did not appear in {self._unread[-2000:]!r}"
             self._unread += os.read(self._fd, 4096).decode(errors="replace")
         self._unread = self._unread.partition(text)[2]
+
+    def wait_for_prompt(self) -> None:
+        """CPython's readline shows it before it listens: a Ctrl-C faster than people are would wait for a next key."""
+        self.wait_for("> ")
+        time.sleep(1.0)
 
     def exit_code(self, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
