@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 
 # Two at a time: much of a test is waiting for processes to start and to end.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

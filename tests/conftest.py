@@ -16,6 +16,31 @@ import yaml
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST_FIRST = [
+    "test_batch_real.py",
+    "test_recovery.py",
+    "test_clean_ends.py",
+    "test_ray_jobs.py",
+    "test_greedy_vs_transformers.py",
+    "test_cli.py",
+    "test_two_hosts.py",
+    "test_soak.py",
+    "test_engine_lifecycle.py",
+    "test_batch_engine.py",
+    "test_autoscaler.py",
+    "test_replicas.py",
+    "test_shared_engine.py",
+    "test_shared_engine_ends.py",
+    "test_same_ids_whatever.py",
+]
+"""Files of a minute and more: one that came last would keep one process busy when the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray for the whole session: starting it takes seconds. Its 16 CPUs are only a count."""
