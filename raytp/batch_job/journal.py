@@ -9,6 +9,7 @@ An object store has no locks: there, who comes later takes over, and the earlier
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -75,6 +76,7 @@ class LocalJournal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = -1
+        self._new_folders: list[Path] = []
 
     def __str__(self) -> str:
         return str(self._path)
@@ -83,6 +85,7 @@ class LocalJournal:
         """See `Journal`. The system releases the lock however its holder ends."""
         folder = self._path.parent
         try:
+            self._new_folders = [each for each in (folder, folder.parent) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -91,7 +94,11 @@ class LocalJournal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(self._lock, 100, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            self._lock = -1
             raise BatchError(f"another job writes to this output ({holder}): wait for it, or end it") from None
+        if os.fstat(self._lock).st_nlink == 0:
+            raise BatchError("another job has just left this output: run the same command again")
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, _this_process().encode(), 0)
 
@@ -99,10 +106,16 @@ class LocalJournal:
         """See `Journal`. Who has the lock is the writer."""
 
     def release(self) -> None:
-        """See `Journal`."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """See `Journal`. What was refused leaves nothing behind."""
+        if self._lock < 0:
+            return
+        if not self.exists():
+            (self._path.parent / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for folder in self._new_folders:
+                    folder.rmdir()
+        os.close(self._lock)
+        self._lock = -1
 
     def exists(self) -> bool:
         """See `Journal`."""

@@ -213,6 +213,8 @@ def test_what_is_no_earlier_run_is_left_alone(source, tmp_path, restart):
     with pytest.raises(BatchError, match="is there already"):
         run_stub(source, tmp_path / "new.jsonl", errors=str(tmp_path / "out.jsonl"), restart=restart)
     assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+    others = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} - {source.relative_to(tmp_path)}
+    assert {str(path) for path in others} == {"out", "out/thesis.txt", "out.jsonl"}
 
 
 def test_a_restart_removes_what_the_earlier_run_has_made_and_nothing_else(source, tmp_path):
