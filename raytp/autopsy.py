@@ -167,11 +167,22 @@ def find_traces(log_path: str) -> Traces:
 
 
 def count_oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory; 0 if it does not say."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-        return 0 if found is None else int(found[1])
+    """Processes of this one's control group that were killed for want of memory; of the machine, if it has none."""
+    for path in (*_control_groups(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+            if found is not None:
+                return int(found[1])
     return 0
+
+
+def _control_groups() -> list[Path]:
+    """The counts of this process's own group of version 2, as of the kernel's admin-guide/cgroup-v2."""
+    with contextlib.suppress(OSError):
+        own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        if own is not None:
+            return [Path("/sys/fs/cgroup") / own[1] / "memory.events"]
+    return []
 
 
 def _read_end(path: str) -> str:

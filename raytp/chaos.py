@@ -57,7 +57,7 @@ class FaultOutcome:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether it was noticed if it is one that ends ranks."""
+        """Whether it was noticed if it is one that ends ranks; that a delay has happened nobody can tell."""
         return self.noticed_s is not None or self.fault.kind == "delay"
 
 
@@ -194,6 +194,9 @@ def _outcome(fault: Fault, recoveries: list[Recovery], started_at: float) -> Fau
     if fault.kind == "delay" or not after:
         return FaultOutcome(fault=fault)
     recovery = min(after, key=lambda each: each.epoch)
+    told = "\n".join([recovery.report, *(cause for _, cause in recovery.failed_starts)])
+    if f"rank {fault.rank} " not in told:  # others have died
+        return FaultOutcome(fault=fault)
     return FaultOutcome(
         fault=fault,
         noticed_s=recovery.noticed_at - started_at,

@@ -127,6 +127,11 @@ class EngineConfig:
                 raise ConfigError(f"{name}={shown(getattr(self, name))} must be True or False")
         if not isinstance(self.faults, tuple) or not all(isinstance(fault, Fault) for fault in self.faults):
             raise ConfigError(f"faults={shown(self.faults)} must be a tuple of workers.faults.Fault")
+        for fault in self.faults:
+            if fault.rank >= self.tensor_parallel_size:
+                raise ConfigError(
+                    f"a fault of rank {fault.rank} cannot happen with tensor_parallel_size={self.tensor_parallel_size}"
+                )
 
 
 def _is_number(value: Any) -> bool:

@@ -157,12 +157,12 @@ class Driver:
         """See `Engine.step_loop_cpu_s`."""
         return self._running_engine().step_loop_cpu_s()
 
-    def failures(self, max_age_s: float) -> list[str]:
+    def failures(self, max_age_s: float, after: int) -> list[tuple[int, str]]:
         """See `RankSupply.failures`."""
-        return self._ranks.failures(max_age_s)
+        return self._ranks.failures(max_age_s, after)
 
     def recoveries(self) -> list[Recovery]:
-        """Each time that ranks have died and others took their place."""
+        """Each time that ranks have died and others took their place, the latest thousand."""
         return list(self._ranks.recoveries)
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:

@@ -50,7 +50,7 @@ class DriverClient:
         self._name = name
         self._pid = os.getpid()
         self._made_at = time.monotonic()
-        self._num_told = 0
+        self._last_told = -1
         """Failures of ranks that the user has been told of."""
         self._is_waiting = False
         """For ranks to be replaced, as the user has been told."""
@@ -153,11 +153,11 @@ class DriverClient:
 
     def _tell_of_failures(self) -> None:
         """Say once why nothing comes."""
-        reports: list[str] = self._get(self._call("failures", time.monotonic() - self._made_at))
-        for report in reports[self._num_told :]:
+        age_s = time.monotonic() - self._made_at
+        reports: list[tuple[int, str]] = self._get(self._call("failures", age_s, self._last_told))
+        for number, report in reports:
             logger.warning("%s\nThe ranks are being replaced. What was asked goes on when they are ready.", report)
-            self._is_waiting = True
-        self._num_told = len(reports)
+            self._is_waiting, self._last_told = True, number
 
     def abort(self, client_id: str, request_id: int, index: int | None, finish_reason: str) -> None:
         """End one completion, or (None) all of a request; does not wait for it."""

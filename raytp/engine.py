@@ -178,9 +178,10 @@ class Engine:
             self._step()
         except (EngineError, ChannelError) as failure:
             self._transport.close()
-            found = self._ranks.examine(failure)
-            was_trial = self._scheduler.lose_ranks(found.report, is_accident=found.is_accident)
-            self._succession.count_death(found.report, was_trial=was_trial)
+            found, was_idle = self._ranks.examine(failure), self._is_idle
+            is_excused = self._succession.is_excused(found)
+            was_trial = self._scheduler.lose_ranks(found.report, is_accident=is_excused)
+            self._succession.count_death(found.report, was_trial=was_trial, was_excused=is_excused, was_idle=was_idle)
             logger.warning("the ranks have failed and are built again: %s", found.report)
             self._succession.begin(found.report)
 

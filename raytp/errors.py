@@ -9,6 +9,7 @@ RaytpError
 ├── WeightsError          the checkpoint's weights are damaged, incomplete or of another model
 ├── KVCacheMemoryError    too little memory is left for the KV cache
 ├── RendezvousError       the ranks could not form their process group
+│   └── RendezvousTimeoutError ... within the deadline
 ├── ChannelError          the connection between driver and rank could not be made, or broke
 │   └── FrameError        ... or carried something damaged
 └── EngineError           the engine as a whole
@@ -30,6 +31,7 @@ from workers.errors import (
     KVCacheMemoryError,
     ModelNotFoundError,
     RendezvousError,
+    RendezvousTimeoutError,
     UnsupportedModelError,
     WeightsError,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "RankFailedError",
     "RaytpError",
     "RendezvousError",
+    "RendezvousTimeoutError",
     "RequestError",
     "StartTimeoutError",
     "StepTimeoutError",

@@ -20,6 +20,11 @@ def group_name(driver_actor_id: str) -> str:
     return _PREFIX + driver_actor_id
 
 
+def resource_of(device: str) -> str:
+    """What each rank needs one of, as Ray names it."""
+    return "GPU" if device == "cuda" else "CPU"
+
+
 def remove_abandoned_groups() -> None:
     """Give back what engines hold that ended without a chance to do so.
 
@@ -32,18 +37,23 @@ def remove_abandoned_groups() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
 
 
-def describe_shortage(bundles: list[dict[str, float]], strategy: str, waited_s: float) -> str:
-    """What was asked for, what each node has free, and what is missing. All bundles are alike, of one resource."""
+def describe_shortage(
+    bundles: list[dict[str, float]], strategy: str, waited_s: float, group: PlacementGroup | None
+) -> str:
+    """What was asked for, what each node has free, and what is missing. All bundles are alike, of one resource.
+
+    What `group` already holds of it counts as free.
+    """
     num_ranks = len(bundles)
     ((resource, amount),) = bundles[0].items()
     places = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {num_ranks} nodes, one on each"}
     asked = f"{num_ranks * amount:g} {resource}{places.get(strategy, '') if num_ranks > 1 else ''}"
     lines = [f"the cluster did not give {asked} within placement_timeout_s={waited_s:g}. Nodes:"]
-    free_of = available_resources_per_node()
+    free_of = _free(resource, group)
     free, total = [], []
     for node in ray.nodes():
         if node["Alive"]:
-            free.append(free_of.get(node["NodeID"], {}).get(resource, 0.0))
+            free.append(free_of.get(node["NodeID"], 0.0))
             total.append(node["Resources"].get(resource, 0.0))
             name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             lines.append(f"  {name}: {free[-1]:g} of {total[-1]:g} {resource} free")
@@ -63,6 +73,17 @@ def describe_shortage(bundles: list[dict[str, float]], strategy: str, waited_s: 
     if resource == "CPU":
         lines.append("It would run on CPUs. To wait for a node with GPUs instead, set device='cuda' (--device cuda).")
     return "\n".join(lines)
+
+
+def has_room(num_ranks: int, resource: str, strategy: str, held: PlacementGroup | None) -> bool:
+    """One `resource` a rank, placed by Ray's `strategy`. What the ranks of `held` have counts as free.
+
+    False if Ray does not say.
+    """
+    try:
+        return _most_ranks(list(_free(resource, held).values()), strategy) >= num_ranks
+    except ray.exceptions.RayError:
+        return False
 
 
 def _most_ranks(amounts: list[float], strategy: str) -> int:
@@ -85,12 +106,12 @@ def _other_strategy(strategy: str) -> str:
     return ", or set placement_strategy='SPREAD' to let ranks share a node" if strategy == "STRICT_SPREAD" else ""
 
 
-def has_room(num_ranks: int, resource: str, strategy: str, held: PlacementGroup | None) -> bool:
-    """One `resource` a rank, placed by Ray's `strategy`. What the ranks of `held` have counts as free."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    free = {node: each.get(resource, 0.0) for node, each in available_resources_per_node().items() if node in alive}
+def _free(resource: str, held: PlacementGroup | None) -> dict[str, float]:
+    """By node id, of those that are there; with what bundles of `held` have, of one `resource` each."""
+    free_of = available_resources_per_node()
+    free = {node["NodeID"]: free_of.get(node["NodeID"], {}).get(resource, 0.0) for node in ray.nodes() if node["Alive"]}
     if held is not None:
-        for node in placement_group_table(held)["bundles_to_node_id"].values():
-            if node in free:
-                free[node] += 1
-    return _most_ranks(list(free.values()), strategy) >= num_ranks
+        for node_id in placement_group_table(held).get("bundles_to_node_id", {}).values():
+            if node_id in free:
+                free[node_id] += 1
+    return free

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from raytp.autopsy import ACCIDENTS, describe_end, examine, find_processes, kill
 from raytp.config import EngineConfig
 from raytp.errors import (
     EngineClosedError,
+    EngineError,
     PlacementError,
     RankDiedError,
     RankFailedError,
@@ -33,7 +35,7 @@ from raytp.errors import (
     StartTimeoutError,
 )
 from raytp.outputs import Failure
-from raytp.placement import describe_shortage, group_name, remove_abandoned_groups
+from raytp.placement import describe_shortage, group_name, remove_abandoned_groups, resource_of
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
 from raytp.transport import DIED, GRACE_S, SocketTransport, Transport
@@ -89,6 +91,9 @@ class RankGroup:
         except (RankDiedError, RendezvousError):
             self.kill_ranks()
             raise
+        except (ray.exceptions.RayError, OSError) as error:
+            self.close()
+            raise EngineError(f"the ranks could not be started, see whether Ray is well: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -116,11 +121,13 @@ class RankGroup:
 
     def kill_ranks(self) -> None:
         """Also those that are stopped, which do not hear of it when Ray wants them to end."""
-        for rank in self._ranks:
+        ranks, self._ranks = self._ranks, []
+        if not ranks:
+            return  # once is enough, and later their pids may be those of others
+        for rank in ranks:
             with contextlib.suppress(Exception):
                 ray.kill(rank, no_restart=True)
-        kill_processes([(node.node_id, node.pid) for node in self.nodes] or find_processes(self._ranks))
-        self._ranks = []
+        kill_processes([(node.node_id, node.pid) for node in self.nodes] or find_processes(ranks))
 
     def close(self) -> None:
         """Kill every rank and give the resources back; may be called at any time, from another thread, and twice."""
@@ -161,16 +168,15 @@ class RankGroup:
 
     def _place(self) -> None:
         self._check_open()
-        bundles = [{resource_of(self._worker_config): 1.0}] * self._worker_config.world_size
+        bundles = [{resource_of(self._worker_config.device): 1.0}] * self._worker_config.world_size
         if self.placement_group is None:
             remove_abandoned_groups()
             name = group_name(str(ray.get_runtime_context().get_actor_id()))
             self.placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
             self._check_open()
         if not self.placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
-            raise PlacementError(
-                describe_shortage(bundles, self._config.placement_strategy, self._config.placement_timeout_s)
-            )
+            strategy, timeout_s = self._config.placement_strategy, self._config.placement_timeout_s
+            raise PlacementError(describe_shortage(bundles, strategy, timeout_s, self.placement_group))
 
     def _spawn(self) -> None:
         assert self.placement_group is not None
@@ -192,8 +198,8 @@ class RankGroup:
 
     def _check_placed(self) -> None:
         """Ray notices the loss of a node late; what was to start there would wait until it has another one."""
-        if placement_group_table(self.placement_group)["state"] not in ("CREATED", "REMOVED"):
-            raise RankDiedError("a node was lost while the rank actors started on it")
+        if placement_group_table(self.placement_group).get("state") not in ("CREATED", "REMOVED"):
+            raise RankDiedError("a node was lost while the rank actors started on it: Ray looks for another one")
 
     def _join(self) -> None:
         host = self.nodes[0].node_ip
@@ -223,11 +229,13 @@ class RankGroup:
             return RayTransport(self._ranks, *settings)
         context = ray.get_runtime_context()
         is_local = [node.node_id == context.get_node_id() for node in self.nodes]
-        listener = Listener(self._key, self._epoch, None if all(is_local) else ray.util.get_node_ip_address())
-        for rank, local in zip(self._ranks, is_local, strict=True):
-            address = listener.local_address if local else listener.remote_address
-            self._run_refs.append(rank.run.remote(address, self._key))
-        connections = listener.accept_ranks(len(self._ranks), self._config.startup_timeout_s, self._check_running)
+        host = None if all(is_local) else ray.util.get_node_ip_address()
+        with closing(Listener(self._key, self._epoch, host)) as door:
+            addresses = [door.local_address if local else door.remote_address for local in is_local]
+            for rank, address in zip(list(self._ranks), addresses, strict=False):  # none are left if `close` came
+                self._run_refs.append(rank.run.remote(address, self._key))
+            self._check_open()
+            connections = door.accept_ranks(len(addresses), self._config.startup_timeout_s, self._check_running)
         return SocketTransport(connections, *settings)
 
     def _check_running(self) -> None:
@@ -273,11 +281,6 @@ class RankGroup:
 
     def _name(self, rank: int) -> str:
         return self.names[rank] if self.nodes else f"rank {rank}"
-
-
-def resource_of(worker_config: WorkerConfig) -> str:
-    """What each rank needs one of, as Ray names it."""
-    return "GPU" if worker_config.device == "cuda" else "CPU"
 
 
 def _failure(ref: Any) -> Any:

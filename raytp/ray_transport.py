@@ -64,7 +64,9 @@ class RayTransport(Transport):
             raise RankFailedError(describe_failures(failures, self._names))
         if pending or result is None:
             late = ", ".join(self._names[refs.index(ref)] for ref in pending)
-            raise StepTimeoutError(f"no answer within step_timeout_s={self._timeout_s:g} from {late}")
+            raise StepTimeoutError(
+                f"no answer within step_timeout_s={self._timeout_s:g} from {late}: raise it if steps are so slow"
+            )
         return result
 
     def check(self) -> None:
@@ -80,6 +82,8 @@ class RayTransport(Transport):
                     ray.get(ping)
                 except ray.exceptions.RayActorError:
                     raise RankFailedError(describe_failures({rank: None}, self._names)) from None
+                except ray.exceptions.RayError as error:
+                    raise RankFailedError(f"{self._names[rank]} cannot be asked: {error}") from error
                 if now - asked_at > _PING_S:
                     self._pings[rank] = (self._ranks[rank].status.remote(), now)
             elif now - asked_at > self._heartbeat_timeout_s:
@@ -96,6 +100,8 @@ class RayTransport(Transport):
             data = ray.get(ref)
         except ray.exceptions.RayActorError:
             return None
+        except ray.exceptions.RayError as error:  # the way to an object is cut, say
+            raise RankFailedError(f"{self._names[rank]} did a step, and its answer is lost: {error}") from error
         if data is None:
             return "silent"
         # Only rank 0's results are numbered; another rank answers only to say that it has failed.

@@ -49,8 +49,9 @@ class RequestStream:
         self._open: dict[int, tuple[Any, RequestCollector]] = {}
         self._finished: list[tuple[Any, RequestOutput]] = []
         self._is_exhausted = False
-        self._lock = threading.Lock()
-        """Of what follows: an abort must not overtake the request that it means."""
+        self._lock = threading.RLock()
+        """Of what follows: an abort must not overtake the request that it means, and may come from a signal's handler
+        while this thread sends."""
         self._num_sent = 0
         self._to_abort: set[int] = set()
         self._is_aborted = False

@@ -18,7 +18,9 @@ from raytp.transport import Transport
 from scheduler.errors import RaytpError
 
 _MAX_TRIALS = 32
-"""Deaths in a row for which one request may be to blame before it is the ranks themselves: two a request."""
+"""Deaths in a row for which one request may be to blame before it is the ranks themselves: of sixteen, tried twice."""
+_SETTLED_S = 60.0
+"""Ranks that die with nothing to do after so long have not died in a row: an engine may idle for months."""
 _LOOK_FOR_ROOM_EVERY_S = 5.0
 NewRanks: TypeAlias = tuple[Transport, int]
 """The way to new ranks, and their num_kv_blocks."""
@@ -56,7 +58,10 @@ class Succession:
         self._max_restarts = max_restarts
         self._num_restarts = 0
         self._num_trials = 0
-        """Both since the last step that was finished."""
+        self._num_accidents = 0
+        """All since the last step that was finished."""
+        self._ready_at = time.monotonic()
+        """When the present ranks came."""
         self._rebuilding: Future[NewRanks] | None = None
         self._looked_for_room_at = time.monotonic()
 
@@ -67,11 +72,18 @@ class Succession:
 
     def count_step(self) -> None:
         """The present ranks have finished a step: they are of use."""
-        self._num_restarts = self._num_trials = 0
+        self._num_restarts = self._num_trials = self._num_accidents = 0
 
-    def count_death(self, report: str, *, was_trial: bool) -> None:
+    def is_excused(self, failure: Failure) -> bool:
+        """Whether no request can be to blame: an accident, and the first in a row, since one may exhaust a memory."""
+        self._num_accidents += failure.is_accident
+        return failure.is_accident and self._num_accidents == 1
+
+    def count_death(self, report: str, *, was_trial: bool, was_excused: bool, was_idle: bool) -> None:
         """`was_trial`: one request alone was there. Raises EngineError when it has been often enough."""
-        self._num_restarts += not was_trial
+        if was_idle and time.monotonic() - self._ready_at > _SETTLED_S:
+            self._num_restarts = self._num_trials = self._num_accidents = 0
+        self._num_restarts += not was_trial and not was_excused
         self._num_trials += was_trial
         if self._num_restarts > self._max_restarts or self._num_trials > _MAX_TRIALS:
             raise EngineError(
@@ -99,6 +111,7 @@ class Succession:
         if self._rebuilding is None or not self._rebuilding.done():
             return None
         rebuilt, self._rebuilding = self._rebuilding, None
+        self._ready_at = time.monotonic()
         return rebuilt.result()
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class SocketTransport(Transport):
                 if time.monotonic() > deadline:
                     raise StepTimeoutError(
                         f"{name} did not take step {step.step_id} ({len(data)} bytes) within "
-                        f"step_timeout_s={self._timeout_s:g}"
+                        f"step_timeout_s={self._timeout_s:g}: it is stuck, or its step needs longer; then raise it"
                     )
                 result = self._listen(0)
                 if result is not None:
@@ -175,7 +175,11 @@ class SocketTransport(Transport):
         try:
             return self._decoder.decode(receive(self._connections[rank]))
         except BlockingIOError:
-            raise StepTimeoutError(f"{self._names[rank]} stopped in the middle of an answer") from None
+            silent_s = min(self._timeout_s, self._heartbeat_timeout_s)
+            raise RankFailedError(
+                f"{self._names[rank]} stopped in the middle of an answer, and said no more for {silent_s:g} s (the "
+                f"lesser of step_timeout_s and heartbeat_timeout_s): stopped, or cut off from the network"
+            ) from None
         except FrameError as error:
             raise FrameError(f"{self._names[rank]} sent what cannot be read: {error}") from error
         except (EOFError, OSError):

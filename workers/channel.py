@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -20,10 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 
 from workers.errors import ChannelError, FrameError
 from workers.frames import HELLO, Frame, FrameDecoder, encode
+from workers.scratch import NAME_LENGTH, ScratchFolder
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_HANDSHAKES = 64
@@ -118,13 +117,17 @@ class Listener:
         self._key = key
         self._epoch = epoch
         self._folder = _make_folder()
-        self.local_address = ChannelAddress(path=str(self._folder / _SOCKET_NAME))
+        self.local_address = ChannelAddress(path=str(self._folder.path / _SOCKET_NAME))
         self._sockets = [_bind_unix(self._folder)]
         self.remote_address: ChannelAddress | None = None
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            tcp = socket.socket(family, socket.SOCK_STREAM)
-            tcp.bind((host, 0))
+            try:
+                tcp = socket.create_server((host, 0), family=family)
+            except OSError as error:
+                self._sockets[0].close()
+                self._folder.close()
+                raise ChannelError(f"the driver cannot listen on {host}, its node's address in Ray: {error}") from error
             self._sockets.append(tcp)
             self.remote_address = ChannelAddress(host=host, port=tcp.getsockname()[1])
         self._arrived: dict[int, Connection] = {}
@@ -170,7 +173,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 raw.shutdown(socket.SHUT_RDWR)  # wakes the accept loop, which close alone does not
             raw.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _accept_loop(self, listening: socket.socket) -> None:
         while True:
@@ -230,27 +233,26 @@ def _hung_up_after(connection: Connection, seconds: float) -> Iterator[None]:
             timer.cancel()
 
 
-def _make_folder() -> Path:
-    """A new folder that only this user can enter, with a path that is short enough for a socket in it.
-
-    Raises ChannelError.
-    """
-    longest = _MAX_SOCKET_PATH - len(f"/raytp-01234567/{_SOCKET_NAME}")
+def _make_folder() -> ScratchFolder:
+    """With a path that is short enough for a socket in it. Raises ChannelError."""
+    longest = _MAX_SOCKET_PATH - NAME_LENGTH - len(f"//{_SOCKET_NAME}")
     try:
         parent = tempfile.gettempdir()
-        return Path(tempfile.mkdtemp(prefix="raytp-", dir=parent if len(os.fsencode(parent)) <= longest else "/tmp"))
+        return ScratchFolder(parent if len(os.fsencode(parent)) <= longest else "/tmp")
     except OSError as error:
         raise ChannelError(f"the driver cannot make a temporary folder ({error}): set TMPDIR to another") from error
 
 
-def _bind_unix(folder: Path) -> socket.socket:
+def _bind_unix(folder: ScratchFolder) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        raw.bind(str(folder / _SOCKET_NAME))
+        raw.bind(str(folder.path / _SOCKET_NAME))
     except OSError as error:  # the disk is full, say
         raw.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        raise ChannelError(f"the driver cannot listen in {folder} ({error}): set TMPDIR to another folder") from error
+        folder.close()
+        raise ChannelError(
+            f"the driver cannot listen in {folder.path} ({error}): set TMPDIR to another folder"
+        ) from error
     return raw
 
 

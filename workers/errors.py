@@ -26,7 +26,11 @@ class FrameError(ChannelError):
 
 
 class RendezvousError(RaytpError):
-    """The ranks did not form their process group within the deadline."""
+    """The ranks did not form their process group."""
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """Ranks have waited for one another until the deadline: they do not reach each other, or one is stuck."""
 
 
 class KVCacheMemoryError(RaytpError):

@@ -29,7 +29,10 @@ class InjectedFaultError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Happens once: in this epoch, when this rank reaches the point for the `nth` time. Raises ConfigError."""
+    """Happens once, if not `always`: in this epoch, when this rank reaches the point for the `nth` time.
+
+    Raises ConfigError.
+    """
 
     kind: str
     rank: int
@@ -38,6 +41,8 @@ class Fault:
     epoch: int = 0
     seconds: float = 1.0
     """Of a delay."""
+    always: bool = False
+    """A delay may happen each time that the rank reaches the point, in all epochs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,6 +51,8 @@ class Fault:
             raise ConfigError(f"point={self.point!r} is no point to have a fault at: choose one of {', '.join(POINTS)}")
         if self.rank < 0 or self.nth < 1:
             raise ConfigError(f"rank={self.rank} must be at least 0, and nth={self.nth} at least 1")
+        if self.always and (self.kind != "delay" or (self.nth, self.epoch) != (1, 0)):
+            raise ConfigError("always is for a delay, and leaves nothing to nth and epoch: leave them out")
         if (self.kind == "corrupt") != (self.point == "frame"):
             raise ConfigError(
                 f"a fault of kind {self.kind} cannot happen at {self.point}: corrupt and frame go together"
@@ -58,13 +65,14 @@ class FaultInjector:
     """The faults of one rank in one epoch."""
 
     def __init__(self, faults: tuple[Fault, ...], rank: int, epoch: int) -> None:
-        self._faults = [fault for fault in faults if (fault.rank, fault.epoch) == (rank, epoch)]
+        self._faults = [fault for fault in faults if fault.rank == rank and (fault.always or fault.epoch == epoch)]
         self._num_reached: Counter[str] = Counter()
 
     def reach(self, point: str) -> None:
         """Let happen what was asked for here."""
         for fault in self._due(point):
-            _announce(fault)
+            if self._num_reached[point] == fault.nth:  # what happens always is told once
+                _announce(fault)
             if fault.kind == "delay":
                 time.sleep(fault.seconds)
             elif fault.kind == "raise":
@@ -86,10 +94,12 @@ class FaultInjector:
         if not self._faults:
             return []
         self._num_reached[point] += 1
-        return [fault for fault in self._faults if fault.point == point and fault.nth == self._num_reached[point]]
+        num_reached = self._num_reached[point]
+        return [fault for fault in self._faults if fault.point == point and (fault.always or fault.nth == num_reached)]
 
 
 def _announce(fault: Fault) -> None:
     """In the rank's log: when it was, for whoever measures, and that it was on purpose."""
-    what = f"{fault.kind} of rank {fault.rank} in epoch {fault.epoch} at {fault.point}"
+    when = "always" if fault.always else f"in epoch {fault.epoch}"
+    what = f"{fault.kind} of rank {fault.rank} {when} at {fault.point}"
     print(f"fault: {what}, as was asked for, {time.time():.3f}", file=sys.stderr, flush=True)

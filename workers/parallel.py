@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from workers.errors import RendezvousError
+from workers.errors import RendezvousError, RendezvousTimeoutError
 
 __all__ = ["Store", "TensorParallel", "create_store"]
 
@@ -67,7 +67,7 @@ class TensorParallel:
 
         `backend` is gloo or nccl; rank 0 passes the `store` it made with `create_store`. Traffic uses the network
         interface that has `node_ip` (default: the one that leads to `host`), unless GLOO_SOCKET_IFNAME or
-        NCCL_SOCKET_IFNAME says otherwise. Raises RendezvousError after `timeout_s` seconds.
+        NCCL_SOCKET_IFNAME says otherwise. Raises RendezvousError, after `timeout_s` seconds RendezvousTimeoutError.
         """
         deadline = time.monotonic() + timeout_s
         here = f"rank {rank} on {node_ip or socket.gethostname()}"
@@ -91,7 +91,8 @@ class TensorParallel:
             group.min_int(0)  # NCCL connects with the first collective: let it fail here if it must
         except (OSError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise RendezvousError(
+            kind = RendezvousTimeoutError if time.monotonic() >= deadline else RendezvousError
+            raise kind(
                 f"{here} did not meet rank 0 at {host}:{port} and the other {world_size - 1} ranks within "
                 f"{timeout_s:g} s{_describe_interface(backend)}: {reason}"
             ) from error

@@ -189,7 +189,7 @@ def _work(job: _Job, choice: EngineChoice, output: Output, run_id: str, show_pro
     reader = Reader(job.files, job.input_format)
     with (
         choice.start(show_progress, reader.num_unread) as engine,
-        JobProgress(output.total, show_progress) as progress,
+        JobProgress(output.total, show_progress, getattr(engine, "crew", None)) as progress,  # a single engine has none
     ):
         runner = BatchJob(
             reader,

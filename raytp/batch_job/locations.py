@@ -6,7 +6,9 @@ A file appears whole or not at all: here by a rename, there because putting an o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import posixpath
 import tempfile
@@ -20,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raytp.errors import BatchError, ConfigError
 from raytp.working_dir import check_lasting
+from workers.scratch import ScratchFolder
 
 
 class Location(Protocol):
@@ -184,7 +187,7 @@ class ObjectLocation:
 
     def partial(self) -> Path:
         """See `Location`."""
-        opened, path = tempfile.mkstemp(prefix="raytp-", suffix=f"-{self.name}")
+        opened, path = tempfile.mkstemp(suffix=f"-{self.name}", dir=_scratch().path)
         os.close(opened)
         return Path(path)
 
@@ -216,6 +219,14 @@ class ObjectLocation:
             yield
         except Exception as error:
             raise BatchError(f"{self} cannot be {what}: {error or type(error).__name__}") from error
+
+
+@functools.cache
+def _scratch() -> ScratchFolder:
+    """Where this process writes what goes to object stores."""
+    folder = ScratchFolder()
+    atexit.register(folder.close)
+    return folder
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from raytp.batch_job.manifest import Counts
+from raytp.replicas.crew import Crew, count_text
 
 _LINE_EVERY_S = 10.0
 _BAR_EVERY_S = 0.2
@@ -39,6 +41,10 @@ class BatchSummary:
     """Rows that failed, by code."""
     output: str = ""
     errors: str | None = None
+    max_replicas: int | None = None
+    """Most that were ready at once; None if the job had an engine without replicas."""
+    max_nodes: int | None = None
+    """Most hosts that they had ranks on."""
 
     def as_text(self) -> str:
         """In one line."""
@@ -49,6 +55,8 @@ class BatchSummary:
         if self.num_prompt_tokens:
             text += f", {self.prompt_tokens_per_s:,.0f} tok/s in, {self.output_tokens_per_s:,.0f} tok/s out"
             text += f", {self.num_cached_tokens / self.num_prompt_tokens:.0%} cached"
+        if self.max_replicas is not None:
+            text += f", at most {count_text(self.max_replicas, self.max_nodes or 0)}"
         codes = ", ".join(f"{num:,} {code}" for code, num in sorted(self.error_codes.items()))
         return f"{text}; failures: {codes}" if codes else text
 
@@ -56,14 +64,20 @@ class BatchSummary:
 class JobProgress:
     """Counts what is done, and shows it now and then on standard error. A context manager."""
 
-    def __init__(self, earlier: Counts, is_shown: bool | None) -> None:
-        """`is_shown` None or True: as a bar on a terminal, else as lines. False: not at all."""
+    def __init__(self, earlier: Counts, is_shown: bool | None, crew: Callable[[], Crew] | None = None) -> None:
+        """`is_shown` None or True: as a bar on a terminal, else as lines. False: not at all.
+
+        `crew` tells what replicas there are; None if there are none.
+        """
         self.counts = Counts()
         """Of this run alone."""
         self._num_earlier = earlier.num_rows
         self._num_failed_earlier = earlier.num_failed
         self._is_shown = is_shown is not False
-        self._start_s = self._shown_s = time.monotonic()
+        self._start_s = self._shown_s = self._looked_s = time.monotonic()
+        self._look = crew
+        self._crew: Crew | None = None
+        self._max_replicas = self._max_nodes = 0
         console = Console(stderr=True)
         self._bar = Progress(
             BarColumn(bar_width=30),
@@ -89,6 +103,10 @@ class JobProgress:
     def show(self, num_read: int, fraction_read: float) -> None:
         """Show it, if the last time is long enough ago: rows read so far, and which part of the input they are."""
         now = time.monotonic()
+        if self._look is not None and now - self._looked_s >= _BAR_EVERY_S:
+            self._looked_s, self._crew = now, self._look()
+            self._max_replicas = max(self._max_replicas, self._crew.num_ready)
+            self._max_nodes = max(self._max_nodes, self._crew.num_nodes)
         if not self._is_shown or now - self._shown_s < (_LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S):
             return
         self._shown_s = now
@@ -121,6 +139,8 @@ class JobProgress:
             error_codes=dict(total.error_codes),
             output=output,
             errors=errors,
+            max_replicas=None if self._look is None else self._max_replicas,
+            max_nodes=None if self._look is None else self._max_nodes,
         )
 
     def _line(self, num_read: int, fraction_read: float) -> tuple[str, float]:
@@ -134,6 +154,8 @@ class JobProgress:
         text += f" | {counts.num_prompt_tokens / seconds:,.0f} tok/s in"
         text += f", {counts.num_output_tokens / seconds:,.0f} out"
         text += f", {counts.num_cached_tokens / max(1, counts.num_prompt_tokens):.0%} cached"
+        if self._crew is not None:
+            text += f" | {self._crew.as_text()}"
         if counts.num_rows:
             text += f" | {_duration((num_total - num_done) * seconds / counts.num_rows)} left"
         return text, fraction

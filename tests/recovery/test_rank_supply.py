@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from raytp.errors import (
     ConfigError,
     EngineClosedError,
     KVCacheMemoryError,
+    ModelNotFoundError,
     PlacementError,
     RankDiedError,
     RankFailedError,
     RaytpError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StartTimeoutError,
 )
 from raytp.rank_supply import RankSupply
 from workers.config import LoadReport, WorkerConfig
@@ -128,6 +133,57 @@ def test_a_group_shrinks_to_what_there_is_room_for_and_grows_when_there_is_more(
     groups.failures = [no_room, no_room]
     supply.rebuild("killed")
     assert groups.made[7:] == [(3, 900), (2, 10), (1, 900)]
+
+
+def test_ranks_that_cannot_be_more_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has joined that lacks the model, say. It is left alone for some minutes."""
+    monkeypatch.setattr(rank_supply, "has_room", lambda *_: True)
+    groups = FakeGroups(PlacementError("no room"))
+    supply = make_supply(monkeypatch, groups, tensor_parallel_size=2, min_tensor_parallel_size=1)
+    supply.start()
+    groups.failures = [ModelNotFoundError("there is no /models/x on this node")]
+    supply.rebuild(str(supply.room_for_more()))
+    assert groups.made == [(2, 900), (1, 900), (2, 10), (1, 900)]
+    assert supply.room_for_more() is None
+    monkeypatch.setattr(rank_supply, "_GROW_AGAIN_S", 0.0)
+    supply._grow_not_before = 0.0
+    groups.failures = [RankDiedError("and it is lost again")]
+    supply.rebuild(str(supply.room_for_more()))
+    assert groups.made[4:] == [(2, 10), (1, 900)]
+
+
+def test_a_retry_waits_for_room_as_long_as_the_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_supply, "has_room", lambda *_: False)
+    no_room, died = PlacementError("no room"), RankDiedError("died")
+    groups = FakeGroups(None, no_room, died, no_room)
+    supply = make_supply(monkeypatch, groups, tensor_parallel_size=3, min_tensor_parallel_size=1)
+    supply.start()
+    supply.rebuild("a node was lost")
+    assert groups.made == [(3, 900), (3, 900), (2, 10), (2, 10), (1, 900)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_tried_again"),
+    [
+        (RankDiedError("killed"), True),
+        (RendezvousError("a peer has died"), True),
+        (RendezvousTimeoutError("no way to rank 0"), False),
+        (StartTimeoutError("stopped while loading"), False),
+    ],
+)
+def test_what_a_first_start_tries_again(
+    monkeypatch: pytest.MonkeyPatch, failure: RaytpError, is_tried_again: bool
+) -> None:
+    """However long it has waited for its place. A rebuild tries all of it again."""
+    groups = FakeGroups(failure)
+    supply = make_supply(monkeypatch, groups)
+    with nullcontext() if is_tried_again else pytest.raises(type(failure)):
+        supply.start()
+    assert groups.num_started == 1 + is_tried_again
+    groups.failures = [None, failure, failure]
+    supply.start()
+    supply.rebuild("killed")
+    assert groups.num_started == 5 + is_tried_again
 
 
 def test_less_than_the_least_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

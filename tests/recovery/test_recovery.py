@@ -149,6 +149,24 @@ def test_a_rank_killed_during_an_abort_and_another_while_the_engine_ends(rank: i
     assert time.monotonic() - ended_at < 15
     assert rank_pids() == []
     assert placement_groups() == before
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    assert any(f"kill of rank {rank} in epoch 1 at shutdown" in log.read_text() for log in logs.glob("worker-*.err"))
+
+
+def test_a_neighbour_notices_nothing() -> None:
+    """Two engines at work on one node, and a rank of one of them dies."""
+    with (
+        LLM(TRIVIA, 2, device="cpu", faults=faults(("kill", 1, "decode", 12))) as unlucky,
+        LLM(TRIVIA, 2, device="cpu") as neighbour,
+    ):
+        outputs: list[RequestOutput] = []
+        beside = threading.Thread(target=lambda: outputs.extend(unlucky.generate(PROMPTS, SAMPLING)))
+        beside.start()
+        while beside.is_alive():
+            assert ids(neighbour.generate(PROMPTS, SAMPLING)) == undisturbed(TRIVIA)
+        beside.join()
+        assert ids(outputs) == undisturbed(TRIVIA)
+        assert (len(unlucky.recoveries()), neighbour.recoveries()) == (1, [])
 
 
 def test_a_rank_that_stops_before_it_has_said_where_it_is_can_be_killed() -> None:
@@ -211,7 +229,9 @@ def test_a_request_that_kills_the_ranks_ends_alone() -> None:
 
 def test_ranks_that_never_come_up_end_the_start_with_every_cause() -> None:
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"the ranks died 3 times while they started \(max_restarts=2\)") as caught:
+    with pytest.raises(
+        EngineError, match=r"the ranks could not be started, 3 times in a row \(max_restarts=2\)"
+    ) as caught:
         LLM(TRIVIA, 2, device="cpu", max_restarts=2, faults=faults(*[("kill", 1, "loading", 1)] * 3))
     assert [f"attempt {number}: rank 1 (pid " in str(caught.value) for number in (1, 2, 3)] == [True] * 3
     assert time.monotonic() - start < 60
@@ -220,9 +240,9 @@ def test_ranks_that_never_come_up_end_the_start_with_every_cause() -> None:
 def test_ranks_that_die_at_once_again_and_again_end_the_engine_for_everybody() -> None:
     what = faults(("kill", 0, "decode", 2), *[("kill", 1, "loading", 1)] * 2)
     with LLM(TRIVIA, 2, device="cpu", max_restarts=1, faults=what) as llm:
-        with pytest.raises(EngineError, match="the ranks died 2 times while they started"):
+        with pytest.raises(EngineError, match="the ranks could not be started, 2 times"):
             llm.generate(["a", "b"], SamplingParams(max_tokens=20, ignore_eos=True))
-        with pytest.raises(EngineError, match="the ranks died 2 times while they started"):
+        with pytest.raises(EngineError, match="the ranks could not be started, 2 times"):
             llm.generate("c")
 
 

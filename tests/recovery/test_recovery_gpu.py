@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import re
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ray._private.state import actors
 
 import raytp.bench
 from raytp import LLM, SamplingParams
+from workers.faults import Fault
 
 SHAPE = Path(raytp.bench.__file__).parent / "shapes" / "qwen3-8b"
 PROMPTS = [[(7 * i + 3 * j) % 9973 for j in range(50 + 9 * i)] for i in range(16)]
@@ -32,25 +30,18 @@ def free_bytes() -> list[int]:
 def test_each_rank_killed_while_it_decodes() -> None:
     """In float32, where a recomputed token's logits differ too little to change the choice."""
     baseline = free_bytes()
-    with LLM(SHAPE, 2, load_format="dummy", dtype="float32", max_model_len=2048, memory_fraction=0.5) as llm:
-        start = time.monotonic()
+    settings = {"load_format": "dummy", "dtype": "float32", "max_model_len": 2048, "memory_fraction": 0.5}
+    with LLM(SHAPE, 2, **settings) as llm:
         undisturbed = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-        took = time.monotonic() - start
-        for victim in (0, 1):
-            killed_at: list[float] = []
-
-            def kill(victim: int = victim, killed_at: list[float] = killed_at) -> None:
-                pids = [
-                    a["Pid"] for a in actors().values() if a["ActorClassName"] == "RankActor" and a["State"] == "ALIVE"
-                ]
-                os.kill(sorted(pids)[victim], signal.SIGKILL)
-                killed_at.append(time.time())
-
-            threading.Timer(took / 2, kill).start()
+    kills = tuple(Fault(kind="kill", rank=rank, point="decode", nth=100, epoch=rank) for rank in range(2))
+    with LLM(SHAPE, 2, faults=kills, **settings) as llm:
+        for rank in range(2):
             assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == undisturbed
-            recovery = llm.recoveries()[victim]
+            recovery = llm.recoveries()[rank]
+            told = re.search(rf"rank {rank} in epoch {rank} at decode, as was asked for, ([\d.]+)", recovery.report)
+            assert told is not None, recovery.report
             print(
-                f"undisturbed {took:.2f} s; noticed {recovery.noticed_at - killed_at[0]:.3f} s after the kill, "
+                f"rank {rank}: noticed {recovery.noticed_at - float(told[1]):.3f} s after the kill, "
                 f"ready again {recovery.rebuild_s:.2f} s after that"
             )
     deadline = time.monotonic() + 15

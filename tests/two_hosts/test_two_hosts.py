@@ -135,7 +135,7 @@ def test_a_named_interface_that_leads_nowhere(patient_hosts: Hosts) -> None:
     deadline_s = 12.0
     job = Job(patient_hosts, interface="eth0", startup_timeout_s=deadline_s)
     print(job.start)
-    assert job.start["kind"] == "RendezvousError"
+    assert job.start["kind"] == "RendezvousTimeoutError"
     assert job.start["took_s"] < TIMEOUT_S, "once, and not once more for each of max_restarts"
     assert re.search(r"rank \d on 10\.67\.0\.\d did not meet rank 0 at 10\.67\.0\.\d:\d+", job.start["error"])
     assert "over the interface eth0" in job.start["error"]
