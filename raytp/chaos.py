@@ -15,7 +15,7 @@ from typing import Any
 
 from raytp.errors import ConfigError
 from raytp.llm import LLM
-from raytp.outputs import Recovery, RequestOutput
+from raytp.outputs import ProgressCallback, Recovery, RequestOutput
 from scheduler.errors import shown
 from scheduler.sampling_params import SamplingParams
 from workers.faults import KINDS, Fault
@@ -38,9 +38,6 @@ _NUM_TOKENS = 32
 _PROMPT_LENGTHS = (4, 40)
 _DELAY_S = 1.0
 _HEARTBEAT_TIMEOUT_S = 5.0
-
-ProgressCallback = Callable[[str, float], None]
-"""Told what is being done, and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ and by `raytp serve-engine`. Next hop: `raytp.driver_client`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,12 @@ from raytp.driver_client import DriverClient
 from raytp.errors import EngineError
 from raytp.model_files import ModelFiles
 from raytp.model_source import resolve_model
-from raytp.outputs import EngineDescription, EngineInfo
+from raytp.outputs import EngineDescription, EngineInfo, ProgressCallback
 from raytp.ray_runtime import ensure_ray, join_ray
 from raytp.shared_engines import check_name, find_engine
 from raytp.tokenizer import Tokenizer, TokenizerLoading
 from raytp.worker_settings import make_worker_config
 from workers.model_config import ModelConfig, load_generation_config, load_model_config
-
-ProgressCallback = Callable[[str, float], None]
-"""Told what is being done, and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

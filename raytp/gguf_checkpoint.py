@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from raytp.gguf_tokenizer import write_tokenizer
+from raytp.outputs import ProgressCallback
 from workers.errors import UnsupportedModelError
-
-ProgressCallback = Callable[[str, float], None]
-"""Told what is being done, and how much of it is done, 0 to 1."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

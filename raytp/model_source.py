@@ -13,13 +13,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from raytp.outputs import ProgressCallback
 from scheduler.errors import ConfigError
 from workers.errors import ModelNotFoundError
 
@@ -34,9 +35,6 @@ _SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _HUB_FOLDERS = ["*/*"]
 """Folders of a hub repository hold other formats of the same weights."""
-
-ProgressCallback = Callable[[str, float], None]
-"""Told what is being done, and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

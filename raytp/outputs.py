@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.step import IntArray
 from scheduler.updates import SchedulerStats, TokenLogprobs
+
+ProgressCallback: TypeAlias = Callable[[str, float], None]
+"""Told what is being done, and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +128,9 @@ class EngineInfo:
 
     device: str
     device_names: tuple[str, ...]
-    """One a rank."""
+    """One a rank, of the first ranks: those that took their place may be elsewhere."""
     hostnames: tuple[str, ...]
-    """One a rank."""
+    """Likewise."""
     dtype: str
     attention_backend: str
     num_kv_blocks: int

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workers.worker import Worker
 
 CONCURRENCY_GROUPS = {"status": 1, "profile": 1}
-"""`status` and `profile` answer while another method is busy, and while the other of them is."""
+"""`status` and `reach` answer while another method is busy, and so does `profile`, beside them too."""
 
 
 class RankActor:

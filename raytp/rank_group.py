@@ -34,15 +34,13 @@ from raytp.errors import (
     RendezvousError,
     StartTimeoutError,
 )
-from raytp.outputs import Failure
+from raytp.outputs import Failure, ProgressCallback
 from raytp.placement import describe_shortage, group_name, remove_abandoned_groups, resource_of
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
 from raytp.transport import DIED, GRACE_S, SocketTransport, Transport
 from workers.channel import Listener
 from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
-
-StatusCallback = Callable[[str, float], None]
 
 _JOIN_GRACE_S = 10.0
 """The ranks keep this deadline themselves, and say whom they did not reach: let them have their say."""
@@ -69,7 +67,7 @@ class RankGroup:
         self._is_closed = False
         self.nodes: list[NodeInfo] = []
 
-    def start(self, on_status: StatusCallback) -> tuple[Transport, list[LoadReport]]:
+    def start(self, on_status: ProgressCallback) -> tuple[Transport, list[LoadReport]]:
         """Place, spawn, join, load, agree on the pool's size, and connect.
 
         Raises EngineError, or a RaytpError that a rank raised. The ranks are dead then; of a group that can be tried
@@ -213,7 +211,7 @@ class RankGroup:
             joins.append(rank.join.remote(host, port, node.node_ip, gpu_ids, neighbours.index(index)))
         self._wait(joins, "joining the process group", grace_s=_JOIN_GRACE_S)
 
-    def _load(self, on_status: StatusCallback) -> list[LoadReport]:
+    def _load(self, on_status: ProgressCallback) -> list[LoadReport]:
         def report_slowest() -> None:
             with contextlib.suppress(Exception):
                 refs = [rank.status.remote() for rank in self._ranks]

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 
 from raytp.config import EngineConfig
@@ -23,15 +22,13 @@ from raytp.errors import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from raytp.outputs import Failure, Recovery
+from raytp.outputs import Failure, ProgressCallback, Recovery
 from raytp.placement import has_room, resource_of
 from raytp.rank_group import RankGroup
 from raytp.transport import Transport
 from workers.config import LoadReport, WorkerConfig
 
 logger = logging.getLogger(__name__)
-
-StatusCallback = Callable[[str, float], None]
 
 _SHORT_TIMEOUT_S = 10.0
 """For room that should be there: for fewer ranks than the cluster had no room for, or for more, where it was seen."""
@@ -44,7 +41,7 @@ _MAX_REMEMBERED = 1000
 class RankSupply:
     """The `raytp.engine.RankSource` of a driver. `start` comes first, `close` last; `close` may come at any time."""
 
-    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, on_status: StatusCallback) -> None:
+    def __init__(self, config: EngineConfig, worker_config: WorkerConfig, on_status: ProgressCallback) -> None:
         """`on_status` is told how far a start has come, each time that ranks are built."""
         self._config = config
         self._worker_config = worker_config

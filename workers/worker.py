@@ -46,7 +46,7 @@ _HEARTBEAT_INTERVAL_S = 1.0
 
 class Worker:
     """The methods are called in this order: `open_rendezvous` (rank 0), `join`, `load`, `allocate`,
-    `run` or `execute`. `status` and, after `join`, `profile` may be called at any time from another thread."""
+    `run` or `execute`. `status`, `reach` and, after `join`, `profile` may be called at any time from other threads."""
 
     def __init__(self, config: WorkerConfig, rank: int, epoch: int) -> None:
         self._config = config

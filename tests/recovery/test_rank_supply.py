@@ -210,6 +210,10 @@ def test_less_than_the_least_ends_the_engine(monkeypatch: pytest.MonkeyPatch) ->
         ),
         ("The actor is temporarily unavailable: RPC error", "The actor is temporarily unavailable: RPC error"),
         ("The actor is dead because its node has died. Node Id: f00", "its node was lost"),
+        (
+            "The actor died unexpectedly. Worker exit detail: Worker exits with an exit code 3.",
+            "it ended with exit code 3",
+        ),
     ],
 )
 def test_a_death_is_told_as_far_as_it_is_known(death: str, cause: str) -> None:
