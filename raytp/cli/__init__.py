@@ -8,6 +8,7 @@ from raytp.cli.batch import BATCH_EXAMPLES, batch
 from raytp.cli.bench import BENCH_EXAMPLES, bench
 from raytp.cli.chaos import CHAOS_EXAMPLES, chaos
 from raytp.cli.engines import SERVE_EXAMPLES, engines, serve_engine, stop
+from raytp.cli.experiment import EXPERIMENT_EXAMPLES, experiment
 from raytp.cli.main import app
 from raytp.cli.simulate import SIMULATE_EXAMPLES, simulate
 
@@ -16,6 +17,7 @@ __all__ = ["app"]
 app.command(epilog=BATCH_EXAMPLES)(batch)
 app.command(epilog=BENCH_EXAMPLES)(bench)
 app.command(epilog=CHAOS_EXAMPLES)(chaos)
+app.command(epilog=EXPERIMENT_EXAMPLES)(experiment)
 app.command(epilog=SERVE_EXAMPLES)(serve_engine)
 app.command(epilog=SIMULATE_EXAMPLES)(simulate)
 app.command()(engines)

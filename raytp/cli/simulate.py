@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ raytp simulate -m qwen3-0.6b --num-requests 100000 --policy deadline:600 --repli
 
 _WORK, _CLUSTER, _GOAL = "Requests", "Cluster", "Question"
 _Model = Annotated[str, typer.Option("--model", "-m", help="qwen3-0.6b, qwen3-8b, or a model's folder or hub name.")]
-_Gpu = Annotated[str, typer.Option(help="A kind of GPU that was measured: h200.")]
+_Gpu = Annotated[str, typer.Option(help="A kind of GPU that was measured: h200; or cpu, roughly.")]
 _Bench = Annotated[
     list[Path] | None,
     typer.Option(help="Records of raytp bench -w all --json to fit the GPU's speed to, instead of the built-in."),
@@ -57,6 +58,15 @@ _Provisioning = Annotated[
     float, typer.Option(help="Seconds that a new node takes to come.", min=0, rich_help_panel=_CLUSTER)
 ]
 _GpusPerNode = Annotated[int, typer.Option(help="Of a node.", min=1, rich_help_panel=_CLUSTER)]
+_LoseNode = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="AT_S",
+        help="Lose a node so many seconds after the beginning: the first that has come; given again, the next.",
+        min=0,
+        rich_help_panel=_CLUSTER,
+    ),
+]
 _Price = Annotated[float | None, typer.Option(help="Of a GPU for an hour.", min=0, rich_help_panel=_CLUSTER)]
 _Ttft = Annotated[
     float | None,
@@ -88,6 +98,7 @@ def simulate(
     startup: _Startup = 0.0,
     provisioning: _Provisioning = 0.0,
     gpus_per_node: _GpusPerNode = 8,
+    lose_node: _LoseNode = None,
     price: _Price = None,
     ttft: _Ttft = None,
     per_token: _PerToken = None,
@@ -99,17 +110,24 @@ def simulate(
 
     The real scheduler runs; only the GPU's time is simulated, by a model fitted to raytp bench.
     """
-    from raytp.simulator.capacity import Target
+    from raytp.errors import ConfigError
+    from raytp.simulator.capacity import Target, make_replica
+    from raytp.simulator.measured import find_gpu
     from raytp.simulator.setup import load_coefficients, load_model, make_cluster, make_requests, parse_replicas
 
     requests = make_requests(trace, rate, num_requests, prompt_tokens, output_tokens, seed)
     target = Target(ttft_s=ttft, per_token_s=per_token, finish_s=finish_in)
+    if target.is_given and lose_node:
+        raise ConfigError(
+            "--lose-node does not go with --ttft, --per-token or --finish-in, which ask for a steady number"
+        )
     limits = parse_replicas(replicas)
-    config = load_model(model)
     coefficients = load_coefficients(gpu, bench or [])
-    cluster = make_cluster(
-        config, coefficients, tensor_parallel_size, requests, limits, policy, startup, provisioning, gpus_per_node
+    replica = make_replica(
+        load_model(model), coefficients, tensor_parallel_size, requests, startup, find_gpu(gpu).limits
     )
+    cluster = make_cluster(replica, limits, policy, provisioning, gpus_per_node)
+    cluster = replace(cluster, lost_nodes=tuple((at_s, node) for node, at_s in enumerate(sorted(lose_node or []))))
     count, results = _answer(cluster, requests, target, max_replicas)
     summary = {"replicas": count, "tensor_parallel_size": tensor_parallel_size, **results.summary(price)}
     if json:

@@ -19,8 +19,9 @@ class Gauge:
     """Counts rows and tokens, and makes observations of them."""
 
     def __init__(self) -> None:
-        self._began_s = self._interval_s = time.monotonic()
-        self._meter = RateMeter()
+        self._began_s = self._interval_s = self._observed_s = time.monotonic()
+        self._tokens, self._arrivals = RateMeter(), RateMeter()
+        self._num_arrived = 0
         self._num_rows = 0
         self._num_tokens = 0
         self._tokens_before = 0
@@ -37,9 +38,13 @@ class Gauge:
         """A replica has just become ready."""
         self._startup_s = time.monotonic() - replica.since_s
 
-    def observe(self, replicas: Sequence[Replica], num_waiting: int, scaler: Scaler) -> Observation:
-        """The job at this moment; `num_waiting` rows have no replica yet."""
+    def observe(self, replicas: Sequence[Replica], num_waiting: int, num_arrived: int, scaler: Scaler) -> Observation:
+        """The job at this moment.
+
+        `num_waiting` rows have no replica yet; `num_arrived` have come since the job began.
+        """
         now = time.monotonic()
+        self._count_arrivals(now, num_arrived)
         ready = [replica for replica in replicas if replica.takes_rows]
         pending = [replica for replica in replicas if not replica.takes_rows and replica.state is not State.LEAVING]
         rows_at_once = max((replica.rows_at_once for replica in ready), default=1)
@@ -49,9 +54,9 @@ class Gauge:
             now_s=now - self._began_s,
             rows_waiting=num_waiting,
             rows_running=sum(replica.load for replica in replicas),
-            arrival_rows_per_s=0.0,
+            arrival_rows_per_s=self._arrivals.arrival_rows_per_s,
             tokens_per_row=self._num_tokens / self._num_rows if self._num_rows else None,
-            tokens_per_s_per_replica=self._meter.tokens_per_s_per_replica,
+            tokens_per_s_per_replica=self._tokens.tokens_per_s_per_replica,
             rows_per_replica=rows_at_once,
             startup_s=_STARTUP_S if self._startup_s is None else self._startup_s,
             num_ready=len(ready),
@@ -63,6 +68,13 @@ class Gauge:
             max_replicas=scaler.max_replicas,
         )
 
+    def _count_arrivals(self, now: float, num_arrived: int) -> None:
+        """Each time that a policy is asked, as the simulator does."""
+        seconds, arrivals = now - self._observed_s, num_arrived - self._num_arrived
+        self._observed_s, self._num_arrived = now, num_arrived
+        if seconds > 0:
+            self._arrivals.record(tokens_per_s=0.0, was_saturated=False, arrivals=arrivals, interval_s=seconds)
+
     def _measure(self, now: float, num_replicas: int, rows_at_once: int) -> None:
         """Tokens are seen when their row is done: before as many rows are done as run at once, rates would mislead."""
         seconds = now - self._interval_s
@@ -70,5 +82,5 @@ class Gauge:
             return
         if num_replicas and self._num_rows >= rows_at_once:
             rate = (self._num_tokens - self._tokens_before) / seconds / num_replicas
-            self._meter.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
+            self._tokens.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
         self._interval_s, self._tokens_before, self._was_saturated = now, self._num_tokens, True

@@ -18,6 +18,7 @@ from raytp.errors import PlacementError
 from raytp.outputs import RequestOutput
 from raytp.progress import ProgressBar
 from raytp.replicas.backlog import Backlog
+from raytp.replicas.crew import Crew, crew_of
 from raytp.replicas.gauge import Gauge
 from raytp.replicas.homes import Homes
 from raytp.replicas.replica import Ended, Event, Finished, Ready, Recovering, Replica, ReplicaEngine, Start, State
@@ -26,6 +27,8 @@ from raytp.scaling import Scaler
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_ASK_AGAIN_S = 0.02
+"""The same, where the source of rows has none just now."""
 _TICK_S = 1.0
 """How often it is asked how many replicas there should be, and whether rows should move."""
 _PATIENCE_S = 5.0
@@ -44,13 +47,19 @@ class ReplicaPool:
         scaler: Scaler,
         *,
         num_unread: Callable[[], int] = lambda: 0,
+        num_arrived: Callable[[], int] = lambda: 0,
+        decide_every_s: float = 0.0,
         homes: Homes[Replica] | None = None,
         show_progress: bool | None = None,
     ) -> None:
-        """`num_unread` estimates the rows that `complete` will still read, for the policy."""
+        """For the policy: `num_unread` estimates the rows that are there and `complete` has not read yet, and
+        `num_arrived` says how many have come since the job began. It is asked every `decide_every_s`, or second.
+        """
         self._start = start
-        self._scaler = scaler
+        self.scaler = scaler
         self._num_unread = num_unread
+        self._num_arrived = num_arrived
+        self._decide_every_s = decide_every_s
         self._backlog = Backlog(Homes() if homes is None else homes)
         self._gauge = Gauge()
         self._show_progress = show_progress
@@ -59,12 +68,15 @@ class ReplicaPool:
         """Those that have not ended."""
         self._ending: list[Replica] = []
         """Those of which something may be left."""
+        self.is_closed = False
         self._num_started = 0
         self._failures: list[Exception] = []
         """Of replicas that have finished no row, since one that was started later has."""
         self._num_before_failure = 0
         """Replicas that had been started at the latest of them."""
-        self._ticked_s = 0.0
+        self._ticked_s = self._decided_s = 0.0
+        self._is_source_dry = False
+        """It has no row just now, but will have others."""
         self._has_read_all = False
         self._finished: list[tuple[int, RequestOutput]] = []
         self._first: ReplicaEngine | None = None
@@ -93,8 +105,17 @@ class ReplicaPool:
         assert self._first is not None
         return self._first.tokenizer
 
+    def crew(self) -> Crew:
+        """The replicas as they are now."""
+        return crew_of(self.replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that are there, and that no replica has."""
+        return len(self._backlog) + (0 if self._has_read_all else self._num_unread())
+
     def complete(self, jobs: Iterable[Job | None]) -> Generator[tuple[int, RequestOutput] | None, None, None]:
-        """Answers in the order of completion; see `raytp.LLM.complete`.
+        """Answers in the order of completion; see `raytp.LLM.complete`. Need not be entered before.
 
         Raises what ended the last replica, if no other can be had.
         """
@@ -104,7 +125,7 @@ class ReplicaPool:
             self._hand_out()
             if self._has_read_all and not self._backlog and not any(replica.open for replica in self.replicas):
                 return
-            self._take_events(_POLL_S)
+            self._take_events(_ASK_AGAIN_S if self._is_source_dry else _POLL_S)
             self._tick()
             finished, self._finished = self._finished, []
             if finished:
@@ -121,12 +142,12 @@ class ReplicaPool:
         left = [each for each in replicas if not each.join(max(0.0, deadline - time.monotonic()))]
         for replica in left:
             logger.warning("replica %d has not ended within %g s", replica.number, _CLOSE_TIMEOUT_S)
-        self.replicas, self._ending = [], left
+        self.replicas, self._ending, self.is_closed = [], left, True
 
     def _wait_for_first(self) -> None:
         with ProgressBar("starting replicas", self._show_progress) as bar:
             while self._first is None:
-                self._tick()
+                self._tick(is_needed=True)
                 if self.replicas:
                     stage, fraction = max((replica.stage for replica in self.replicas), key=lambda stage: stage[1])
                     bar.update(f"{len(self.replicas)} replicas: {stage}", fraction)
@@ -135,7 +156,8 @@ class ReplicaPool:
     def _read(self, source: Iterator[Job | None]) -> None:
         """As many rows as the replicas can have, and as many again, among which those with a home are found."""
         takers = [replica for replica in self.replicas if replica.takes_rows]
-        room = sum(2 * replica.window - replica.load for replica in takers)
+        room = max(1, sum(2 * replica.window - replica.load for replica in takers))
+        self._is_source_dry = False
         while not self._has_read_all and len(self._backlog) < room:
             try:
                 job = next(source)
@@ -143,6 +165,7 @@ class ReplicaPool:
                 self._has_read_all = True
                 return
             if job is None:
+                self._is_source_dry = True
                 return
             self._backlog.add(job, takers)
 
@@ -220,14 +243,14 @@ class ReplicaPool:
         """Before one has ever been ready, all that fail would fail again."""
         return not self._failures or (self._first is not None and len(self._failures) < _MAX_FAILURES)
 
-    def _tick(self) -> None:
+    def _tick(self, is_needed: bool = False) -> None:
         """Once a second: as many replicas as there should be, and rows away from those that cannot do them."""
         now = time.monotonic()
         if now - self._ticked_s < _TICK_S:
             return
         self._ticked_s = now
         self._ending = [replica for replica in self._ending if not replica.join(0.0)]
-        self._scale()
+        self._scale(now, is_needed)
         for replica in self.replicas:
             since_s = replica.recovering_since_s
             if since_s is not None and now - since_s > _PATIENCE_S:
@@ -235,13 +258,13 @@ class ReplicaPool:
         if self._has_read_all and not self._backlog:
             self._balance()
 
-    def _scale(self) -> None:
-        unread = 0 if self._has_read_all else self._num_unread()
-        num_waiting = len(self._backlog) + unread
-        if self._first is None:
-            num_waiting = max(1, num_waiting)  # nobody has looked yet
-        seen = self._gauge.observe(self.replicas, num_waiting, self._scaler)
-        target = max(1, self._scaler.decide(seen))
+    def _scale(self, now: float, is_needed: bool) -> None:
+        num_waiting = max(int(is_needed), self.num_waiting)  # one is needed before there are rows, to say what it is
+        if now - self._decided_s >= self._decide_every_s:
+            self._decided_s = now
+            seen = self._gauge.observe(self.replicas, num_waiting, self._num_arrived(), self.scaler)
+            self.scaler.decide(seen)
+        target = max(self.scaler.target, 1 if num_waiting else 0)
         staying = [replica for replica in self.replicas if replica.state is not State.LEAVING]
         is_work_left = not self._has_read_all or bool(self._backlog)
         while len(staying) < target and self._may_start and (is_work_left or not staying):

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from raytp.batch_job.rows import Job
 from raytp.errors import EngineClosedError
 from raytp.outputs import EngineInfo, RequestOutput
+from scheduler.updates import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,19 @@ class ReplicaEngine(Protocol):
     def is_recovering(self) -> bool:
         """See `raytp.LLM.is_recovering`."""
 
+    def stats(self) -> SchedulerStats:
+        """See `raytp.LLM.stats`."""
+
     def shutdown(self) -> None:
         """See `raytp.LLM.shutdown`."""
 
 
 ProgressCallback: TypeAlias = Callable[[str, float], None]
 """Told what is being done, and which part of it is done; it raises to end a start-up."""
-Start: TypeAlias = Callable[[ProgressCallback], ReplicaEngine]
+Start: TypeAlias = Callable[[int, ProgressCallback], ReplicaEngine]
+"""Of a replica with a number, counted from 0."""
+_PLACED = ("starting ranks", "joining", "loading weights", "allocating the KV cache", "ready")
+"""Stages of a start-up in which its ranks have a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,9 @@ class Replica:
         """Since when its ranks are being replaced."""
         self.stage = ("starting", 0.0)
         """How far the start-up is."""
+        self.began_s = time.monotonic()
+        self.placed_s: float | None = None
+        """When there was room for its ranks; None until then."""
         self.engine: ReplicaEngine | None = None
         """Set before `Ready`."""
         self.open: dict[int, Job] = {}
@@ -202,7 +212,7 @@ class Replica:
 
     def _run(self) -> None:
         try:
-            engine = self._start(self._report)
+            engine = self._start(self.number, self._report)
         except Exception as error:
             self._events.put(Ended(self, error))
             return
@@ -220,6 +230,8 @@ class Replica:
 
     def _report(self, stage: str, fraction: float) -> None:
         self.stage = (stage, fraction)
+        if self.placed_s is None and stage in _PLACED:
+            self.placed_s = time.monotonic()
         if self._is_closing:
             raise EngineClosedError("the replica was ended before it was ready")
 

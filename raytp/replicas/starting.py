@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from raytp.config import EngineConfig
@@ -10,18 +11,25 @@ from raytp.connection import start_engine
 from raytp.llm import LLM
 from raytp.ray_runtime import choose_device, ensure_ray
 from raytp.replicas.replica import ProgressCallback, Start
+from workers.faults import Fault
 
 
-def prepare_start(model: str | os.PathLike[str] | None, config: EngineConfig, num_replicas: int) -> Start:
+def prepare_start(
+    model: str | os.PathLike[str] | None,
+    config: EngineConfig,
+    num_replicas: int,
+    faults_of: Callable[[int], tuple[Fault, ...]] = lambda number: (),
+) -> Start:
     """Find Ray, or start one with room for `num_replicas`, and settle what must be the same for all of them.
 
-    Raises EngineError.
+    `faults_of` a replica's number: what is to go wrong in that one. Raises EngineError.
     """
     ensure_ray(config.tensor_parallel_size * num_replicas)
     if config.device == "auto":
         config = replace(config, device=choose_device())
 
-    def start(on_progress: ProgressCallback) -> LLM:
-        return LLM.of(start_engine(model, config, on_progress))
+    def start(number: int, on_progress: ProgressCallback) -> LLM:
+        own = replace(config, faults=config.faults + faults_of(number))
+        return LLM.of(start_engine(model, own, on_progress))
 
     return start

@@ -5,14 +5,14 @@ Called by `raytp.cli.simulate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytp.errors import ConfigError
 from raytp.scaling import FixedPolicy
 from raytp.simulator.cluster import ClusterConfig, simulate
 from raytp.simulator.fleet import ReplicaConfig
-from raytp.simulator.hardware import num_kv_blocks, shard_sizes
+from raytp.simulator.hardware import ShardSizes, num_kv_blocks, shard_sizes
 from raytp.simulator.nodes import NodeConfig
 from raytp.simulator.requests import SimulatedRequest
 from raytp.simulator.results import Results
@@ -20,9 +20,7 @@ from raytp.simulator.step_time import Coefficients, StepTimes
 from scheduler.config import SchedulerConfig
 from workers.model_config import ModelConfig
 
-_BLOCK_SIZE = 16
-_MAX_NUM_SEQS = 256
-_MAX_NUM_BATCHED_TOKENS = 8192
+_LIMITS = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
 """As `EngineConfig` has them on a GPU."""
 
 
@@ -57,27 +55,37 @@ def make_replica(
     tensor_parallel_size: int,
     requests: Sequence[SimulatedRequest],
     startup_s: float = 0.0,
+    limits: Mapping[str, int] | None = None,
 ) -> ReplicaConfig:
-    """A replica with an engine's default limits. Raises ConfigError if the model does not fit."""
-    sizes = shard_sizes(model, tensor_parallel_size)
-    blocks = num_kv_blocks(sizes, coefficients.memory_bytes, _BLOCK_SIZE)
-    if blocks == 0:
-        raise ConfigError(
-            f"a rank's weights take {sizes.resident_bytes / 1e9:.1f} GB, and the GPU has room for "
-            f"{coefficients.memory_bytes / 1e9:.1f} GB: raise the tensor-parallel size"
-        )
+    """A replica with an engine's default limits, but for those in `limits`, by `SchedulerConfig`'s names.
+
+    Raises ConfigError if the model, or the KV blocks that are asked for, do not fit.
+    """
+    sizes = shard_sizes(model, tensor_parallel_size, int(coefficients.dtype_bytes))
+    wanted = {**_LIMITS, "max_model_len": model.max_position_embeddings, **(limits or {})}
+    wanted["num_kv_blocks"] = _num_blocks(sizes, coefficients.memory_bytes, wanted)
     scheduler = SchedulerConfig(
-        num_kv_blocks=blocks,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=_MAX_NUM_SEQS,
-        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
-        max_model_len=model.max_position_embeddings,
+        **wanted,
         vocab_size=model.vocab_size,
         # Blocks that nobody can share need no hashes; what is scheduled is the same.
         enable_prefix_caching=any(request.prefix_id is not None for request in requests),
     )
-    times = StepTimes(coefficients, sizes, _BLOCK_SIZE)
+    times = StepTimes(coefficients, sizes, scheduler.block_size)
     return ReplicaConfig(scheduler=scheduler, times=times, num_gpus=tensor_parallel_size, startup_s=startup_s)
+
+
+def _num_blocks(sizes: ShardSizes, memory_bytes: float, limits: Mapping[str, int]) -> int:
+    """As many as are asked for, or as fit."""
+    fitting = num_kv_blocks(sizes, memory_bytes, limits["block_size"])
+    if fitting == 0:
+        raise ConfigError(
+            f"a rank's weights take {sizes.resident_bytes / 1e9:.1f} GB, and the GPU has room for "
+            f"{memory_bytes / 1e9:.1f} GB: raise the tensor-parallel size"
+        )
+    wanted = limits.get("num_kv_blocks", fitting)
+    if wanted > fitting:
+        raise ConfigError(f"num_kv_blocks={wanted} exceeds the {fitting} blocks that fit beside the weights")
+    return wanted
 
 
 def fixed_cluster(replica: ReplicaConfig, num_replicas: int) -> ClusterConfig:

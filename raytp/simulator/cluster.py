@@ -11,10 +11,11 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytp.errors import ConfigError
 from raytp.scaling import Policy, Scaler
+from raytp.simulator.delays import Delays
 from raytp.simulator.fleet import Fleet, Member, ReplicaConfig, ReplicaState
 from raytp.simulator.nodes import NodeConfig
 from raytp.simulator.replica import News
@@ -41,6 +42,7 @@ class ClusterConfig:
     """How often the policy is asked."""
     lost_nodes: tuple[tuple[float, int], ...] = ()
     """(when, which): nodes that are lost, counted from 0 in the order of their coming."""
+    delays: Delays = field(default_factory=Delays)
 
     def __post_init__(self) -> None:
         if not self.decide_every_s > 0:
@@ -64,7 +66,7 @@ class Simulation:
         self._router = Router(self._rows_per_replica)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = itertools.count()
-        self._fleet = Fleet(config.replica, config.nodes, self._call_at)
+        self._fleet = Fleet(config.replica, config.nodes, config.delays, self._call_at)
         self._fleet.on_ready = self._welcome
         scaler = Scaler(config.policy, config.min_replicas, config.max_replicas)
         self._watch = Watch(self._fleet, scaler, limits.max_num_seqs, config.decide_every_s)

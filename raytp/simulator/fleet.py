@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from raytp.errors import ConfigError
+from raytp.simulator.delays import Delays
 from raytp.simulator.nodes import Node, NodeConfig, Nodes
 from raytp.simulator.replica import SimulatedReplica
 from raytp.simulator.step_time import StepTimes
@@ -16,7 +17,7 @@ from scheduler.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """Every replica is made alike."""
+    """Every replica is made alike; `Delays` has the exceptions."""
 
     scheduler: SchedulerConfig
     times: StepTimes
@@ -61,7 +62,11 @@ class Fleet:
     """All replicas that are asked for, and the nodes below them."""
 
     def __init__(
-        self, replica: ReplicaConfig, nodes: NodeConfig, call_at: Callable[[float, Callable[[float], None]], None]
+        self,
+        replica: ReplicaConfig,
+        nodes: NodeConfig,
+        delays: Delays,
+        call_at: Callable[[float, Callable[[float], None]], None],
     ) -> None:
         """`call_at(time, function)` is the clock. Raises ConfigError if a replica is larger than a node."""
         if replica.num_gpus > nodes.gpus_per_node:
@@ -76,6 +81,7 @@ class Fleet:
         self._steps_of_gone = self._tokens_of_gone = 0
         self.on_ready: Callable[[Member, float], None] = lambda member, now_s: None
         self._replica = replica
+        self._delays = delays
         self._call_at = call_at
         self._ids = itertools.count()
 
@@ -84,7 +90,8 @@ class Fleet:
         """From asking for a replica until it is ready, if it needs a new node whenever none may have room."""
         config = self.nodes.config
         has_room = self.nodes.find(self._replica.num_gpus) is not None or config.min_nodes == config.max_nodes
-        return self._replica.startup_s + (0.0 if has_room else config.provisioning_s)
+        startup_s = self._replica.startup_s + self._delays.start_s(None)
+        return startup_s + (0.0 if has_room else config.provisioning_s)
 
     def count(self, *states: ReplicaState) -> int:
         """Replicas in one of these states."""
@@ -156,7 +163,7 @@ class Fleet:
     def _start(self, member: Member, node: Node, now_s: float) -> None:
         member.state, member.node = ReplicaState.STARTING, node
         self.nodes.use(node, self._replica.num_gpus)
-        member.ready_s = now_s + self._replica.startup_s
+        member.ready_s = now_s + self._replica.startup_s + self._delays.start_s(member.member_id)
         self._call_at(member.ready_s, lambda at_s: self._be_ready(member, at_s))
 
     def _be_ready(self, member: Member, now_s: float) -> None:
@@ -164,9 +171,8 @@ class Fleet:
             return
         config = self._replica
         member.state = ReplicaState.READY
-        member.engine = SimulatedReplica(
-            config.scheduler, config.times, now_s, takes_plain_steps=config.takes_plain_steps
-        )
+        times = config.times.slowed(self._delays.step_s(member.member_id))
+        member.engine = SimulatedReplica(config.scheduler, times, now_s, takes_plain_steps=config.takes_plain_steps)
         self.on_ready(member, now_s)
 
     def _give_up(self, member: Member, now_s: float) -> None:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from workers.model_config import ModelConfig, kv_bytes_per_token, num_parameters
 
-_DTYPE_BYTES = 2
-"""bfloat16 and float16, the types that were measured."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSizes:
@@ -31,8 +28,11 @@ class ShardSizes:
     """Summed over ranks in a step, for each token; 0 for one rank."""
 
 
-def shard_sizes(model: ModelConfig, num_ranks: int) -> ShardSizes:
-    """The sizes of an even share; kv heads are replicated where there are fewer than ranks."""
+def shard_sizes(model: ModelConfig, num_ranks: int, dtype_bytes: int = 2) -> ShardSizes:
+    """The sizes of an even share; kv heads are replicated where there are fewer than ranks.
+
+    `dtype_bytes`: of a weight and of a cached value; 2 is bfloat16.
+    """
     embedding = model.vocab_size * model.hidden_size
     layers = num_parameters(model) - embedding * (1 if model.tie_word_embeddings else 2)
     num_kv_heads = -(-model.num_key_value_heads // num_ranks)
@@ -40,13 +40,13 @@ def shard_sizes(model: ModelConfig, num_ranks: int) -> ShardSizes:
     return ShardSizes(
         num_ranks=num_ranks,
         num_layers=num_layers,
-        weight_bytes=(layers + embedding) * _DTYPE_BYTES / num_ranks,
-        resident_bytes=num_parameters(model) * _DTYPE_BYTES / num_ranks,
-        kv_bytes_per_token=kv_bytes_per_token(model, num_kv_heads, _DTYPE_BYTES),
+        weight_bytes=(layers + embedding) * dtype_bytes / num_ranks,
+        resident_bytes=num_parameters(model) * dtype_bytes / num_ranks,
+        kv_bytes_per_token=kv_bytes_per_token(model, num_kv_heads, dtype_bytes),
         flop_per_token=2 * layers / num_ranks,
         flop_per_sample=2 * embedding / num_ranks,
         flop_per_pair=4 * num_layers * model.num_attention_heads * model.head_dim / num_ranks,
-        reduced_bytes_per_token=2 * num_layers * model.hidden_size * _DTYPE_BYTES if num_ranks > 1 else 0,
+        reduced_bytes_per_token=2 * num_layers * model.hidden_size * dtype_bytes if num_ranks > 1 else 0,
     )
 
 

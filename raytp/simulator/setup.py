@@ -11,9 +11,9 @@ import raytp.bench
 from raytp.errors import ConfigError
 from raytp.model_source import resolve_model
 from raytp.scaling import load_policy
-from raytp.simulator.capacity import make_replica
 from raytp.simulator.cluster import ClusterConfig
 from raytp.simulator.fit import fit
+from raytp.simulator.fleet import ReplicaConfig
 from raytp.simulator.measured import find_gpu
 from raytp.simulator.nodes import NodeConfig
 from raytp.simulator.requests import SimulatedRequest, batch, poisson, read_trace
@@ -23,10 +23,11 @@ from workers.model_config import ModelConfig, load_model_config
 _SHAPES = Path(raytp.bench.__file__).parent / "shapes"
 
 
-def load_model(name: str) -> ModelConfig:
+def load_model(name: str | None) -> ModelConfig:
     """The config of a shape that `raytp bench` knows, or of whatever `LLM` takes. Raises RaytpError."""
-    is_shape = name in [path.name for path in _SHAPES.iterdir()]
-    return load_model_config(_SHAPES / name if is_shape else resolve_model(name).path)
+    if name is not None and name in [path.name for path in _SHAPES.iterdir()]:
+        return load_model_config(_SHAPES / name)
+    return load_model_config(resolve_model(name).path)
 
 
 def load_coefficients(gpu: str, files: Sequence[Path]) -> Coefficients:
@@ -65,19 +66,10 @@ def parse_replicas(text: str) -> tuple[int, int]:
 
 
 def make_cluster(
-    model: ModelConfig,
-    coefficients: Coefficients,
-    tensor_parallel_size: int,
-    requests: Sequence[SimulatedRequest],
-    limits: tuple[int, int],
-    policy: str,
-    startup_s: float,
-    provisioning_s: float,
-    gpus_per_node: int,
+    replica: ReplicaConfig, limits: tuple[int, int], policy: str, provisioning_s: float, gpus_per_node: int
 ) -> ClusterConfig:
     """As many nodes as MAX replicas need; those for MIN are there from the beginning. Raises ConfigError."""
-    replica = make_replica(model, coefficients, tensor_parallel_size, requests, startup_s)
-    per_node = max(1, gpus_per_node // tensor_parallel_size)
+    per_node = max(1, gpus_per_node // replica.num_gpus)
     low, high = limits
     nodes = NodeConfig(
         gpus_per_node=gpus_per_node,

@@ -48,6 +48,10 @@ class Coefficients:
     driver_prompt_token_s: float
     memory_bytes: float
     """Of a GPU, for weights and KV cache."""
+    row_layer_s: float = 0.0
+    """Of a layer, for each row, where attention takes them one by one."""
+    dtype_bytes: float = 2
+    """Of a weight and of a cached value, in the type that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +92,29 @@ class StepTimes:
     attention    = operations among prompt tokens * a coefficient
     all-reduce   = layers * latency + bytes * a coefficient, for several ranks
     launches     = layers * a coefficient, larger for steps with prompt tokens
+    rows         = layers * rows * a coefficient, 0 on a GPU
     """
 
-    def __init__(self, coefficients: Coefficients, sizes: ShardSizes, block_size: int) -> None:
+    def __init__(
+        self, coefficients: Coefficients, sizes: ShardSizes, block_size: int, *, slower_by_s: float = 0.0
+    ) -> None:
+        """`slower_by_s`: what every step takes more than that."""
         self.coefficients = coefficients
         self._sizes = sizes
         self._block_size = block_size
-        self._decode_layers_s = sizes.num_layers * coefficients.layer_s
+        self._decode_layers_s = sizes.num_layers * coefficients.layer_s + slower_by_s
         if sizes.num_ranks > 1:
             self._decode_layers_s += sizes.num_layers * coefficients.all_reduce_layer_s
         eager_layer_s = coefficients.eager_layer_s
         if sizes.num_ranks > 1:
             eager_layer_s += coefficients.eager_parallel_layer_s
         self._eager_s = sizes.num_layers * eager_layer_s
+        self._row_s = sizes.num_layers * coefficients.row_layer_s
         self._weights_s = sizes.weight_bytes / coefficients.bytes_per_s
+
+    def slowed(self, seconds: float) -> StepTimes:
+        """The same for a GPU on which every step takes so much longer."""
+        return StepTimes(self.coefficients, self._sizes, self._block_size, slower_by_s=seconds)
 
     def gpu_s(self, load: StepLoad, num_used_blocks: Amount) -> Amount:
         """Seconds on the GPU of a step, or of each of many. `num_used_blocks`: of the pool, after it was scheduled."""
@@ -110,6 +123,7 @@ class StepTimes:
         seconds = self._decode_layers_s + np.maximum(self._weights_s, flop / costs.flop_per_s)
         seconds += sizes.reduced_bytes_per_token * load.num_tokens * costs.all_reduce_byte_s
         seconds += self._eager_s * (load.num_prompt_tokens > 0)
+        seconds += self._row_s * load.num_rows
         seconds += sizes.flop_per_pair * load.num_pairs * costs.pair_flop_s
         shared = np.maximum(0, load.num_kv_tokens - num_used_blocks * self._block_size)
         seconds += (load.num_kv_tokens - shared) * sizes.kv_bytes_per_token / costs.bytes_per_s

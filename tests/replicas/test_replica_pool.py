@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from raytp.errors import ConfigError, EngineError, PlacementError, WeightsError
 from raytp.replicas import gauge, pool, replica
+from raytp.replicas.crew import Crew
 from raytp.replicas.homes import Homes, beginnings
 from raytp.replicas.limits import Limits, read_limits
 from raytp.replicas.pool import ReplicaPool
@@ -43,7 +45,7 @@ class Starter:
         self.lock = threading.Lock()
         self.started = []
 
-    def __call__(self, on_progress):
+    def __call__(self, number, on_progress):
         with self.lock:
             engine = next(self.engines)
             if isinstance(engine, Exception):
@@ -117,7 +119,7 @@ def test_the_job_begins_with_the_first_replica_that_is_ready_and_others_join():
     engines = [StubReplica(), StubReplica()]
     order = iter(engines)
 
-    def start(on_progress):
+    def start(number, on_progress):
         engine = next(order)
         if engine is engines[0]:
             late.wait(10)
@@ -229,6 +231,82 @@ def test_a_policy_learns_what_replicas_can_do():
     assert all(each.rows_per_replica == 4 and each.num_pending == 0 for each in known)
     assert any(each.rows_running >= 8 and each.rows_waiting > 7 for each in known)
     assert 20 < known[-1].rows_per_s_per_replica < 1000  # 400 at most; the machine may be busy
+
+
+class Arrivals:
+    """Rows that come at moments, in seconds from now; `pool.complete` reads `jobs`."""
+
+    def __init__(self, moments):
+        self.start_s = time.monotonic()
+        self.moments = moments
+        self.num_read = 0
+
+    def num_arrived(self):
+        return sum(moment <= time.monotonic() - self.start_s for moment in self.moments)
+
+    def num_unread(self):
+        return self.num_arrived() - self.num_read
+
+    def jobs(self):
+        for i, moment in enumerate(self.moments):
+            while time.monotonic() - self.start_s < moment:
+                yield None
+            self.num_read += 1
+            yield i, f"prompt {i}", PARAMS
+
+
+def test_a_row_that_comes_while_nothing_happens_is_not_held_up(monkeypatch):
+    monkeypatch.setattr(pool, "_POLL_S", 3.0)
+    arrivals = Arrivals([0.0, 1.0, 1.5])
+    with ReplicaPool(Starter(iter([StubReplica()])), fixed(1), show_progress=False) as replicas:
+        late_s = [
+            time.monotonic() - arrivals.start_s - arrivals.moments[each[0]]
+            for each in replicas.complete(arrivals.jobs())
+            if each
+        ]
+    assert len(late_s) == 3
+    assert max(late_s[1:]) < 1.0
+
+
+def test_a_policy_is_told_of_what_arrives_and_of_what_waits():
+    seen = []
+    arrivals = Arrivals([0.01 * i for i in range(200)])
+    policy = Scaler(lambda each: seen.append(each) or 1, 1, 1)
+    starter = Starter(iter([StubReplica(rows_at_once=1, delay_s=0.02)]))
+    counts = {"num_unread": arrivals.num_unread, "num_arrived": arrivals.num_arrived}
+    with ReplicaPool(starter, policy, decide_every_s=0.2, show_progress=False, **counts) as replicas:
+        keys = [each[0] for each in replicas.complete(arrivals.jobs()) if each]
+    assert sorted(keys) == list(range(200))
+    during = [each for each in seen if each.now_s < 1.9]
+    assert 4 <= len(during) <= 11
+    assert all(each.arrival_rows_per_s == 0 for each in seen[:1])
+    assert 50 < during[-1].arrival_rows_per_s < 130
+    assert max(each.rows_waiting for each in seen) > 50
+    assert seen[-1].rows_waiting < 20
+
+
+def test_between_bursts_there_is_no_replica_if_none_is_demanded():
+    starter = Starter(StubReplica() for _ in count())
+    arrivals = Arrivals([0.0] * 20 + [1.5] * 20)
+    policy = Scaler(lambda seen: int(seen.rows_waiting + seen.rows_running > 0), 0, 1)
+    replicas = ReplicaPool(starter, policy, num_unread=arrivals.num_unread, show_progress=False)
+    with contextlib.closing(replicas):
+        keys, least = [], None
+        for each in replicas.complete(arrivals.jobs()):
+            keys += [each[0]] if each else []
+            if len(keys) == 20 and len(starter.started) == 1:
+                least = len(replicas.replicas)
+    assert sorted(keys) == list(range(40))
+    assert least == 0
+    assert len(starter.started) == 2
+    assert all(engine.is_shut_down for engine in starter.started)
+
+
+def test_a_crew_in_words():
+    crew = Crew(num_ready=2, num_starting=1, num_waiting=3, num_leaving=0, num_nodes=1)
+    assert crew.as_text() == "2 replicas on 1 node, 1 starting, 3 waiting for room"
+    assert crew.num_pending == 4
+    assert Crew(num_ready=0, num_starting=0, num_waiting=0, num_leaving=0, num_nodes=0).as_text() == "0 replicas"
 
 
 @pytest.mark.parametrize(

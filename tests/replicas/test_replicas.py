@@ -91,6 +91,8 @@ def test_a_job_of_two_replicas_by_a_policy(ray_session, tmp_path):
         source, tmp_path / "out.jsonl", replicas="1:2", policy=lambda now: seen.append(now) or 2, **settings
     )
     assert (summary.status, summary.num_succeeded) == ("complete", 200)
+    assert (summary.max_replicas, summary.max_nodes) in ((1, 1), (2, 1))
+    assert f"at most {summary.max_replicas} replica" in summary.as_text()
     answers = {each["custom_id"]: each["response"]["body"] for each in read(tmp_path / "out.jsonl")}
     for i in range(200):
         assert answers[f"q-{i}"]["choices"][0]["message"]["content"] == PAIRS[i % len(PAIRS)][1]
