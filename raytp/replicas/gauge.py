@@ -19,7 +19,8 @@ class Gauge:
     """Counts rows and tokens, and makes observations of them."""
 
     def __init__(self) -> None:
-        self._began_s = self._interval_s = self._observed_s = time.monotonic()
+        self._began_s = self._interval_s = time.monotonic()
+        self._observed_s: float | None = None
         self._tokens, self._arrivals = RateMeter(), RateMeter()
         self._num_arrived = 0
         self._num_rows = 0
@@ -69,10 +70,11 @@ class Gauge:
         )
 
     def _count_arrivals(self, now: float, num_arrived: int) -> None:
-        """Each time that a policy is asked, as the simulator does."""
-        seconds, arrivals = now - self._observed_s, num_arrived - self._num_arrived
+        """Each time that a policy is asked but the first, as the simulator does."""
+        before_s, arrivals = self._observed_s, num_arrived - self._num_arrived
         self._observed_s, self._num_arrived = now, num_arrived
-        if seconds > 0:
+        if before_s is not None:
+            seconds = max(1e-3, now - before_s)
             self._arrivals.record(tokens_per_s=0.0, was_saturated=False, arrivals=arrivals, interval_s=seconds)
 
     def _measure(self, now: float, num_replicas: int, rows_at_once: int) -> None:

@@ -1,4 +1,4 @@
-"""Delays that happen each time, which make every step of an engine slow; the once-only faults are in `test_recovery`."""
+"""Delays that happen each time, which make every step of an engine slow. Other faults are in `test_recovery`."""
 
 from __future__ import annotations
 
