@@ -17,7 +17,7 @@ from raytp.errors import EngineError
 from raytp.model_files import ModelFiles
 from raytp.model_source import resolve_model
 from raytp.outputs import EngineDescription, EngineInfo, ProgressCallback
-from raytp.ray_runtime import ensure_ray, join_ray
+from raytp.ray_runtime import check_room, ensure_ray, join_ray
 from raytp.shared_engines import check_name, find_engine
 from raytp.tokenizer import Tokenizer, TokenizerLoading
 from raytp.worker_settings import make_worker_config
@@ -55,6 +55,7 @@ def start_engine(
     tokenizer = loading.result()
     num_token_ids = None if tokenizer is None else tokenizer.num_ids
     worker_config = make_worker_config(config, model_config, source.path, num_token_ids)
+    check_room(config.min_tensor_parallel_size or config.tensor_parallel_size, worker_config.device)
     shared = None if name is None else SharedModel(name, ModelFiles.read(source.path, source.name))
     driver, info = DriverClient.start(config, worker_config, model_config.vocab_size, on_progress, shared)
     return Connection(

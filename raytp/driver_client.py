@@ -16,26 +16,20 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util import get_placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytp.config import EngineConfig
-from raytp.driver import Driver, DriverStatus, SharedModel
-from raytp.errors import ConfigError, EngineClosedError, EngineError, RaytpError
+from raytp.driver import DriverStatus, SharedModel
+from raytp.driver_actor import create_driver, end_driver, end_driver_unwaited
+from raytp.errors import EngineClosedError, EngineError, RaytpError
 from raytp.model_files import ModelFiles
 from raytp.outputs import CompletionUpdate, EngineDescription, EngineInfo, Recovery, Request
-from raytp.placement import group_name
-from raytp.ray_runtime import has_ray_died, interrupt_deferred
+from raytp.ray_runtime import interrupt_deferred
 from scheduler.updates import SchedulerStats
 from workers.config import DeviceProfile, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "raytp"
-"""Ray's namespace for the names of shared engines."""
-_MAX_CONCURRENT_CALLS = 128
 _CALL_TIMEOUT_S = 60.0
-_SHUTDOWN_TIMEOUT_S = 10.0
 _DISCONNECT_TIMEOUT_S = 5.0
 _SIGN_OF_LIFE_EVERY_S = 5.0
 """Well below the silence after which a driver forgets a caller."""
@@ -57,6 +51,7 @@ class DriverClient:
         self._client_ids: set[str] = set()
         """Those that have something running."""
         self._is_closed = threading.Event()
+        self._start_ref: Any = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         """Of an owner."""
         if actor is not None:
@@ -80,19 +75,21 @@ class DriverClient:
         client = cls()
         try:
             with interrupt_deferred():
-                client._own(_create_driver(config, worker_config, vocab_size, shared))
+                client._own(create_driver(config, worker_config, vocab_size, shared))
             info = client._wait_until_ready(config.startup_timeout_s, on_status)
             if shared is not None:
                 client._disown()
             return client, info
         except BaseException:
             client.shutdown()
+            with contextlib.suppress(Exception):  # Ray reports what nobody has looked at
+                ray.get(client._start_ref, timeout=0)
             raise
 
     def _own(self, actor: Any) -> None:
         self._actor = actor
         # Dropped without a shutdown, the driver still gives its ranks' resources back; Ray would keep them for the job.
-        self._finalizer = weakref.finalize(self, _end_unwaited, actor, self._pid)
+        self._finalizer = weakref.finalize(self, end_driver_unwaited, actor, self._pid)
         self._finalizer.atexit = False
 
     def _disown(self) -> None:
@@ -101,7 +98,7 @@ class DriverClient:
         self._finalizer = None
 
     def _wait_until_ready(self, timeout_s: float, on_status: Callable[[str, float], None]) -> EngineInfo:
-        ready = self._actor.start.remote()
+        ready = self._start_ref = self._actor.start.remote()
         deadline = time.monotonic() + timeout_s
         while not ray.wait([ready], timeout=0.2)[0]:
             status = self._status()
@@ -236,57 +233,6 @@ class DriverClient:
             raise EngineError(f"the driver actor did not answer within {_CALL_TIMEOUT_S + extra_s:g} s") from None
         except ray.exceptions.RayError as error:
             raise EngineError(f"the driver actor cannot be reached: {error}") from error
-
-
-def _create_driver(
-    config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, shared: SharedModel | None
-) -> Any:
-    """On the caller's own node: a driver is of no use without its caller, and safe from the loss of other nodes.
-
-    A shared one is detached: its ranks and its placement group end with it, not with the job that started it.
-    """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENT_CALLS, "max_restarts": 0}
-    if shared is not None:
-        options |= {"name": shared.name, "namespace": NAMESPACE, "lifetime": "detached"}
-    actor_class: Any = ray.remote(Driver)
-    try:
-        return actor_class.options(scheduling_strategy=here, **options).remote(
-            config, worker_config, vocab_size, shared
-        )
-    except ValueError as error:
-        if shared is None or "already taken" not in str(error):
-            raise
-        raise ConfigError(
-            f"there is an engine {shared.name} already: choose another name, or end it with raytp stop {shared.name}"
-        ) from None
-
-
-def end_driver(actor: Any) -> None:
-    """End an engine whatever its state: its ranks, its placement group, its driver. Does nothing if it has ended."""
-    try:
-        with contextlib.suppress(Exception):
-            ended = actor.shutdown.remote()
-            deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
-            while not ray.wait([ended], timeout=0.2)[0] and time.monotonic() < deadline and not has_ray_died():
-                pass
-    finally:  # an impatient second Ctrl-C, say
-        if not has_ray_died():
-            _remove_driver(actor)
-
-
-def _remove_driver(actor: Any) -> None:
-    with contextlib.suppress(Exception):
-        ray.kill(actor, no_restart=True)
-    with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
-        remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
-
-
-def _end_unwaited(actor: Any, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # see `shutdown`
-    with contextlib.suppress(Exception):  # the driver has ended, or this process is about to
-        actor.shutdown.remote()
 
 
 def _give_signs_of_life(client: weakref.ref[DriverClient], is_closed: threading.Event) -> None:

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from raytp.errors import EngineError
+from raytp.errors import EngineError, PlacementError
 
 _JOIN_TIMEOUT_S = 15.0
+_DEFERRED = (signal.SIGINT, signal.SIGTERM)
+_OWNER_KEY = b"raytp:owner"
+"""In the store of a Ray that a raytp process has started for itself: that process."""
 
 
 def ensure_ray(num_ranks: int) -> None:
@@ -58,17 +62,47 @@ def join_ray() -> None:
     except Exception as error:
         if address:
             raise EngineError(
-                f"the Ray cluster at RAY_ADDRESS={address} cannot be joined ({error}): start it, or unset RAY_ADDRESS "
-                f"to use this machine"
+                f"the Ray cluster at RAY_ADDRESS={address} cannot be joined ({error}): start it, set "
+                f"RAY_AUTH_MODE=token if it asks for one, as ray start does by default, or unset RAY_ADDRESS to use "
+                f"this machine"
             ) from error
         raise EngineError(
             f"no Ray cluster was found on this machine ({error}): start one that stays with ray start --head, or set "
             f"RAY_ADDRESS to the address of another one"
         ) from error
+    owner = None if address else _internal_kv_get(_OWNER_KEY)
+    if owner is not None:
+        ray.shutdown()
+        raise EngineError(
+            f"the Ray that was found on this machine is {owner.decode()}'s own and ends with it: start one that stays "
+            f"with ray start --head, or set RAY_ADDRESS to the address of another one"
+        )
+
+
+def check_room(num_ranks: int, device: str) -> None:
+    """A Ray that this process has started gets no more nodes. Raises PlacementError if it can never hold the ranks."""
+    if _internal_kv_get(_OWNER_KEY) != _this_process():
+        return
+    resource = "CPU" if device == "cpu" else "GPU"
+    num_here = ray.cluster_resources().get(resource, 0)
+    if num_here < num_ranks:
+        remedy = "lower tensor_parallel_size" if num_here else "use device='cpu' (--device cpu)"
+        raise PlacementError(
+            f"this machine has {num_here:g} {resource}s for tensor_parallel_size={num_ranks}, which takes one for each "
+            f"rank: {remedy}, or set RAY_ADDRESS to a cluster that has them"
+        )
+
+
+def logs_folder() -> str:
+    """Where Ray keeps the logs of this machine's processes."""
+    node: Any = ray._private.worker._global_node
+    return "/tmp/ray/session_latest/logs" if node is None else str(node.get_logs_dir_path())
 
 
 def _start_ray(num_ranks: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Its only word is that tokens are asked for, as they should be.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, num_ranks),
@@ -76,7 +110,12 @@ def _start_ray(num_ranks: int) -> None:
         log_to_driver=False,
         logging_level=logging.WARNING,
     )
+    _internal_kv_put(_OWNER_KEY, _this_process())
     atexit.register(_kill_workers_without_ray)  # runs before Ray's own, which does not look for them
+
+
+def _this_process() -> bytes:
+    return f"process {os.getpid()}".encode()
 
 
 def _kill_workers_without_ray() -> None:
@@ -131,19 +170,31 @@ def has_ray_died() -> bool:
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block.
+    """Let Ctrl-C and SIGTERM wait for the end of the block.
 
     Starting Ray forks. Python loses an interrupt that arrives in its fork hooks, and keeps the lock of `logging`, which
-    one of them holds, for ever: whoever logs or imports next hangs.
+    one of them holds, for ever: whoever logs or imports next hangs. Ray also takes SIGTERM for itself, and aborts the
+    process: afterwards it is its owner's again, and ends the process by SystemExit if that has no other wish.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # interrupts go to the main thread alone
+        yield  # signals go to the main thread alone
         return
-    arrived = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: arrived.set())
+    arrived: list[int] = []
+    previous = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in _DEFERRED}
+    if previous[signal.SIGTERM] in (signal.SIG_DFL, None):
+        previous[signal.SIGTERM] = _end_process
     try:
         yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:  # how Ray, while it starts, ends at one
+            raise
+        arrived.append(signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if arrived.is_set():
-        signal.raise_signal(signal.SIGINT)  # for whoever handled it before; it may be nobody
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if arrived:
+        signal.raise_signal(arrived[0])  # for whoever handled it before; it may be nobody
+
+
+def _end_process(number: int, _: object) -> None:
+    raise SystemExit(128 + number)  # as a shell reports it

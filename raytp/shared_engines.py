@@ -14,7 +14,8 @@ import ray
 from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
-from raytp.driver_client import NAMESPACE, DriverClient, end_driver
+from raytp.driver_actor import NAMESPACE, end_driver
+from raytp.driver_client import DriverClient
 from raytp.errors import ConfigError, EngineError, EngineNotFoundError
 from raytp.outputs import EngineDescription
 from raytp.placement import group_name

@@ -12,7 +12,7 @@ from raytp.cli.engine import EngineOptions, has_chat_template, stream_answer
 from raytp.llm import LLM
 from raytp.prompts import encode_conversation
 from scheduler.errors import RequestError
-from scheduler.sampling_params import SamplingParams, validate
+from scheduler.sampling_params import SamplingParams
 
 _HELP = """/reset   forget the conversation
 /exit    leave (Ctrl-D does too, and Ctrl-C twice)
@@ -22,7 +22,6 @@ Ctrl-C   stop the answer"""
 
 def run(sampling: SamplingParams, options: EngineOptions, *, system: str | None) -> None:
     """Start an engine and hold the session: with a person at a terminal, or one turn a line from a pipe."""
-    validate(sampling)
     with options.start() as llm:
         if not has_chat_template(llm):
             raise RequestError(

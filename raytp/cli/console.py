@@ -35,7 +35,9 @@ def print_error(error: Exception) -> None:
     first, *rest = str(error).splitlines() or [type(error).__name__]
     _print(f"error: {first}", "bold red")
     if rest:
-        print_note("the ranks' own words are in Ray's logs: /tmp/ray/session_latest/logs")
+        from raytp.ray_runtime import logs_folder
+
+        print_note(f"the ranks' own words are in Ray's logs: {logs_folder()}")
 
 
 def print_note(text: str) -> None:

@@ -16,7 +16,7 @@ from raytp.llm import LLM
 from raytp.outputs import RequestOutput
 from raytp.prompts import encode_conversation, encode_prompt
 from scheduler.errors import RequestError
-from scheduler.sampling_params import SamplingParams, validate
+from scheduler.sampling_params import SamplingParams
 
 
 def read_prompts(prompt: str | None, file: Path | None, is_by_line: bool) -> list[str]:
@@ -47,7 +47,6 @@ def run(
     as_json: bool,
 ) -> None:
     """Start an engine, answer and print. `use_chat` None: if the model has a chat template."""
-    validate(sampling)
     console.keep_results_apart()
     with options.start() as llm:
         if use_chat is None:

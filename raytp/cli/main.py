@@ -15,8 +15,10 @@ from typer.core import TyperGroup
 
 from raytp.cli import console
 from raytp.cli import options as opt
-from raytp.errors import RaytpError
+from raytp.errors import ConfigError, RaytpError
 
+_WRONG_USAGE = 2
+"""As for an option that there is not."""
 _INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
 _BROKEN_PIPE = 141
@@ -65,7 +67,7 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except RaytpError as error:
             console.print_error(error)
-            raise typer.Exit(1) from None
+            raise typer.Exit(_WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
         except KeyboardInterrupt:
             console.print_note("interrupted")
             raise typer.Exit(_INTERRUPTED) from None

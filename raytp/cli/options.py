@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from scheduler.sampling_params import SamplingParams
+from scheduler.errors import ConfigError, RequestError
+from scheduler.sampling_params import SamplingParams, validate
 
 _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model and engine", "Output"
 
@@ -141,8 +142,8 @@ def sampling_params(
     seed: int | None,
     stop: list[str] | None,
 ) -> SamplingParams:
-    """What the options of the group "Sampling" ask for."""
-    return SamplingParams(
+    """What the options of the group "Sampling" ask for. Raises ConfigError for a value out of its range."""
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -151,3 +152,8 @@ def sampling_params(
         seed=seed,
         stop=stop or None,
     )
+    try:
+        validate(sampling)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    return sampling

@@ -42,8 +42,8 @@ def test_what_takes_no_time_leaves_a_log_alone(capsys: pytest.CaptureFixture[str
 
 
 def test_an_engine_that_waits_for_cpus_is_told_how_to_wait_for_gpus(ray_session: None) -> None:
-    assert "set device='cuda' (--device cuda)" in describe_shortage([{"CPU": 1.0}] * 99, "STRICT_PACK", 900.0)
-    message = describe_shortage([{"GPU": 1.0}] * 4, "STRICT_PACK", 900.0)
+    assert "set device='cuda' (--device cuda)" in describe_shortage([{"CPU": 1.0}] * 99, "STRICT_PACK", 900.0, None)
+    message = describe_shortage([{"GPU": 1.0}] * 4, "STRICT_PACK", 900.0, None)
     assert "did not give 4 GPU on one node within placement_timeout_s=900" in message
     assert "--device cuda" not in message
 

@@ -113,7 +113,7 @@ def test_progress_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("generate", "<&-", 1, "the prompt is empty: standard input"),
         ("info", ">&-", 0, ""),
-        ("info --memory -1", "2>&-", 1, ""),
+        ("info --memory -1", "2>&-", 2, ""),
     ],
 )
 def test_the_command_with_a_stream_closed(arguments: str, closed: str, status: int, message: str) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -135,20 +136,20 @@ def test_chat_through_a_pipe_remembers_until_reset(raytp):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["--model", "no/such/folder", "hello"], "there is no model at no/such/folder"),
-        (["--model", str(MODEL), "--max-tokens", "0", "hello"], "max_tokens=0 is out of range"),
-        (["--model", str(MODEL), "--temperature", "nan", "hello"], "temperature=nan is out of range"),
-        (["--model", str(MODEL), "--device", "tpu", "hello"], "device='tpu' must be one of"),
-        (["--model", str(MODEL), ""], "the prompt is empty"),
-        (["--model", str(MODEL)], "the prompt is empty: standard input"),
+        (["--model", "no/such/folder", "hello"], 1, "there is no model at no/such/folder"),
+        (["--model", str(MODEL), "--max-tokens", "0", "hello"], 2, "max_tokens=0 is out of range"),
+        (["--model", str(MODEL), "--temperature", "nan", "hello"], 2, "temperature=nan is out of range"),
+        (["--model", str(MODEL), "--device", "tpu", "hello"], 2, "device='tpu' must be one of"),
+        (["--model", str(MODEL), ""], 1, "the prompt is empty"),
+        (["--model", str(MODEL)], 1, "the prompt is empty: standard input"),
     ],
 )
-def test_an_error_is_one_line_before_anything_starts(raytp, arguments, message):
+def test_an_error_is_one_line_before_anything_starts(raytp, arguments, code, message):
     start = time.monotonic()
     done = raytp("generate", *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"error: {message}")
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - start < 10
@@ -225,6 +226,20 @@ def test_interrupt_while_ray_starts_neither_hangs_nor_is_lost(run_env):
     answer, errors = process.communicate(timeout=60)
     assert (process.returncode, answer) == (130, ""), errors
     assert errors == "interrupted\n", errors
+
+
+def test_its_own_ray_is_not_for_engines_that_stay_and_sigterm_ends_it_quietly(run_env, endless_model):
+    """Ray, left to itself, answers SIGTERM by an abort with a trace."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder:  # Ray's sockets need a short path
+        env = run_env | {"RAY_TMPDIR": folder}
+        process = start_endless(endless_model, env)
+        assert process.stdout.read(1)
+        engines = subprocess.run([*COMMAND, "engines"], env=env, capture_output=True, text=True, timeout=60)
+    assert engines.returncode == 1
+    assert f"is process {process.pid}'s own and ends with it: start one that stays" in engines.stderr
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, "")
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(run_env, endless_model):

@@ -1,0 +1,172 @@
+"""`raytp experiment`: its arguments, its table and its end. Registered by `raytp.cli`; uses `raytp.experiment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raytp.cli import console
+from raytp.cli import options as opt
+
+if TYPE_CHECKING:
+    from raytp.experiment.running import Outcome
+    from raytp.experiment.spec import ExperimentSpec
+
+EXPERIMENT_EXAMPLES = r"""[bold]A file[/bold], whose keys docs/autoscaling.md explains
+
+model: qwen3-8b
+
+workload: {num_requests: 2000, prompt_tokens: 512, output_tokens: 256, rate: 10}
+
+cluster: {kind: simulated, gpu: h200, provisioning_s: 120, startup_s: 60}
+
+replicas: 0:8
+
+policies: \[fixed, queue:30, deadline:600]
+
+[bold]Examples[/bold]
+
+raytp experiment bursts.yaml
+
+raytp experiment bursts.yaml --policy fixed:2 --policy my_policy:follow --seed 1 --output mine
+
+raytp experiment nodes.yaml --on fake
+
+[bold]Exit status[/bold]
+
+0    all runs succeeded
+
+3    some failed: their errors stand in the tables
+
+130  Ctrl-C; the runs that were finished are in the tables and in the report
+
+2    the file, an option or the output cannot be used
+
+1    the experiment could not begin"""
+
+_SOME_FAILED, _INTERRUPTED = 3, 130
+_RUNS, _OUTPUT = "Runs", "Output"
+_File = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="The experiment, in YAML.", exists=True, dir_okay=False, show_default=False),
+]
+_Folder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Of tables, pictures and report. Default: FILE's name with -results.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+_On = Annotated[
+    str | None,
+    typer.Option(help="simulated, fake or ray, in place of the file's cluster.kind.", rich_help_panel=_RUNS),
+]
+_Policy = Annotated[
+    list[str] | None, typer.Option(help="In place of the file's; may be given several times.", rich_help_panel=_RUNS)
+]
+_Seed = Annotated[
+    list[int] | None, typer.Option(help="In place of the file's; may be given several times.", rich_help_panel=_RUNS)
+]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print what runs.json holds, and no table.", rich_help_panel=_OUTPUT)
+]
+
+
+def experiment(
+    file: _File,
+    output: _Folder = None,
+    on: _On = None,
+    policy: _Policy = None,
+    seed: _Seed = None,
+    json: _Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Compare scaling policies on the same requests: simulated, on fake nodes, or on a Ray cluster.
+
+    Writes runs.csv, runs.json, series.csv, pictures and report.html.
+    """
+    from raytp.experiment.reading import read_experiment
+    from raytp.experiment.running import check_experiment
+    from raytp.experiment.tables import as_json, claim_folder
+
+    console.keep_results_apart()
+    given = {"policies": policy, "seeds": seed, "cluster.kind": on}
+    spec, source = read_experiment(file, {name: value for name, value in given.items() if value})
+    check_experiment(spec)
+    folder = output or Path(f"{file.stem}-results")
+    claim_folder(folder)
+    outcomes, is_interrupted = _run(spec, folder, quiet)
+    records, report = _write(folder, spec, source, outcomes)
+    if json:
+        console.write(as_json(records))
+    elif records:
+        _print(records)
+    if not quiet and report is not None:
+        console.print_note(f"report: {report}")
+    if is_interrupted:
+        console.print_note(f"interrupted: {len(records)} of {len(spec.policies) * len(spec.seeds)} runs are finished")
+        raise typer.Exit(_INTERRUPTED)
+    if any(record["error"] for record in records):
+        raise typer.Exit(_SOME_FAILED)
+
+
+def _run(spec: ExperimentSpec, folder: Path, is_quiet: bool) -> tuple[list[Outcome], bool]:
+    """What has come of the runs, and whether a Ctrl-C came before all of them were over."""
+    from raytp.experiment.running import run_all
+    from raytp.experiment.tables import write_tables
+    from raytp.progress import ProgressBar
+
+    outcomes: list[Outcome] = []
+    try:
+        with ProgressBar("starting", False if is_quiet else None) as bar:
+            for outcome in run_all(spec, bar.update):
+                outcomes.append(outcome)
+                if outcome.error is not None:
+                    console.print_note(f"{outcome.policy}, seed {outcome.seed}: {outcome.error}")
+                write_tables(folder, spec, outcomes)
+    except KeyboardInterrupt:
+        return outcomes, True
+    return outcomes, False
+
+
+def _write(
+    folder: Path, spec: ExperimentSpec, source: str, outcomes: Sequence[Outcome]
+) -> tuple[list[dict[str, Any]], Path | None]:
+    """The records, and where the report lies, if there is any to write."""
+    from raytp.experiment.comparison import draw_comparison
+    from raytp.experiment.pictures import draw_policies, write_pictures
+    from raytp.experiment.report import write_report
+    from raytp.experiment.tables import write_tables
+
+    if not outcomes:
+        return [], None
+    records = write_tables(folder, spec, outcomes)
+    pictures = write_pictures(folder, draw_policies(spec, outcomes), draw_comparison(spec, outcomes))
+    return records, write_report(folder, spec, source, records, pictures)
+
+
+def _print(records: Sequence[Mapping[str, Any]]) -> None:
+    import io
+    import shutil
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from raytp.experiment.side_by_side import make_rows
+
+    policies = list(dict.fromkeys(record["policy"] for record in records))
+    num_seeds = len({record["seed"] for record in records})
+    table = Table(f"mean of {num_seeds} seeds" if num_seeds > 1 else "", box=None, pad_edge=False, header_style="dim")
+    for policy in policies:
+        table.add_column(Text(policy), justify="right")
+    for row in make_rows(records, policies):
+        table.add_row(row.label, *(cell.text for cell in row.cells))
+    text = io.StringIO()
+    width = shutil.get_terminal_size((120, 24)).columns
+    Console(file=text, highlight=False, width=width).print(table)
+    console.write(text.getvalue())
