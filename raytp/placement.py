@@ -46,8 +46,7 @@ def describe_shortage(
     """
     num_ranks = len(bundles)
     ((resource, amount),) = bundles[0].items()
-    places = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {num_ranks} nodes, one on each"}
-    asked = f"{num_ranks * amount:g} {resource}{places.get(strategy, '') if num_ranks > 1 else ''}"
+    asked = _say_asked(num_ranks * amount, resource, strategy)
     lines = [f"the cluster did not give {asked} within placement_timeout_s={waited_s:g}. Nodes:"]
     free_of = _free(resource, group)
     free, total = [], []
@@ -59,7 +58,7 @@ def describe_shortage(
             lines.append(f"  {name}: {free[-1]:g} of {total[-1]:g} {resource} free")
     missing = num_ranks - _most_ranks(free, strategy)
     if missing > 0:
-        lines.append(f"Missing: {_describe_missing(missing, resource, strategy)}.")
+        lines.append(f"Missing: {_say_missing(missing, resource, strategy)}.")
     if _most_ranks(total, strategy) < num_ranks:
         lacking = f"These nodes cannot hold {asked}, even idle"
         if strategy == "STRICT_PACK":
@@ -73,6 +72,14 @@ def describe_shortage(
     if resource == "CPU":
         lines.append("It would run on CPUs. To wait for a node with GPUs instead, set device='cuda' (--device cuda).")
     return "\n".join(lines)
+
+
+def describe_missing(bundles: list[dict[str, float]], strategy: str, group: PlacementGroup | None) -> str:
+    """The same, for whoever waits, in a few words."""
+    ((resource, amount),) = bundles[0].items()
+    asked = _say_asked(len(bundles) * amount, resource, strategy)
+    missing = len(bundles) - _most_ranks(list(_free(resource, group).values()), strategy)
+    return f"{asked}; missing: {_say_missing(missing, resource, strategy)}" if missing > 0 else asked
 
 
 def has_room(num_ranks: int, resource: str, strategy: str, held: PlacementGroup | None) -> bool:
@@ -94,7 +101,12 @@ def _most_ranks(amounts: list[float], strategy: str) -> int:
     return sum(amount > 0 for amount in whole) if strategy == "STRICT_SPREAD" else sum(whole)
 
 
-def _describe_missing(missing: int, resource: str, strategy: str) -> str:
+def _say_asked(amount: float, resource: str, strategy: str) -> str:
+    places = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {amount:g} nodes, one on each"}
+    return f"{amount:g} {resource}{places.get(strategy, '') if amount > 1 else ''}"
+
+
+def _say_missing(missing: int, resource: str, strategy: str) -> str:
     if strategy == "STRICT_PACK":
         return f"{missing} {resource} on the node that has most free"
     return f"{missing} nodes with a free {resource}" if strategy == "STRICT_SPREAD" else f"{missing} {resource}"

@@ -35,13 +35,14 @@ from raytp.errors import (
     StartTimeoutError,
 )
 from raytp.outputs import Failure, ProgressCallback
-from raytp.placement import describe_shortage, group_name, remove_abandoned_groups, resource_of
+from raytp.placement import describe_missing, describe_shortage, group_name, remove_abandoned_groups, resource_of
 from raytp.rank_actor import CONCURRENCY_GROUPS, RankActor
 from raytp.ray_transport import RayTransport
 from raytp.transport import DIED, GRACE_S, SocketTransport, Transport
 from workers.channel import Listener
 from workers.config import DeviceProfile, LoadReport, NodeInfo, WorkerConfig, WorkerStatus
 
+_SAY_WHAT_IS_MISSING_AFTER_S = 5.0
 _JOIN_GRACE_S = 10.0
 """The ranks keep this deadline themselves, and say whom they did not reach: let them have their say."""
 
@@ -75,7 +76,7 @@ class RankGroup:
         """
         try:
             on_status("waiting for resources", 0.0)
-            self._place()
+            self._place(on_status)
             on_status("starting ranks", 0.0)
             self._spawn()
             on_status("joining", 0.0)
@@ -164,7 +165,7 @@ class RankGroup:
         if self._is_closed:
             raise EngineClosedError("the engine was shut down before it had started")
 
-    def _place(self) -> None:
+    def _place(self, on_status: ProgressCallback) -> None:
         self._check_open()
         bundles = [{resource_of(self._worker_config.device): 1.0}] * self._worker_config.world_size
         if self.placement_group is None:
@@ -172,8 +173,11 @@ class RankGroup:
             name = group_name(str(ray.get_runtime_context().get_actor_id()))
             self.placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
             self._check_open()
-        if not self.placement_group.wait(timeout_seconds=self._config.placement_timeout_s):
-            strategy, timeout_s = self._config.placement_strategy, self._config.placement_timeout_s
+        strategy, timeout_s = self._config.placement_strategy, self._config.placement_timeout_s
+        if self.placement_group.wait(timeout_seconds=min(timeout_s, _SAY_WHAT_IS_MISSING_AFTER_S)):
+            return
+        on_status(f"waiting for resources: {describe_missing(bundles, strategy, self.placement_group)}", 0.0)
+        if not self.placement_group.wait(timeout_seconds=max(0.0, timeout_s - _SAY_WHAT_IS_MISSING_AFTER_S)):
             raise PlacementError(describe_shortage(bundles, strategy, timeout_s, self.placement_group))
 
     def _spawn(self) -> None:

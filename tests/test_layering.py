@@ -22,7 +22,10 @@ MAY_IMPORT = {
 STEP_CONTRACT = {"scheduler.step", "scheduler.errors"}
 PLACES_ACTORS = {
     "raytp/autopsy.py",
+    "raytp/driver_actor.py",
     "raytp/driver_client.py",
+    "raytp/experiment/fake_cluster.py",
+    "raytp/experiment/real.py",
     "raytp/placement.py",
     "raytp/rank_actor.py",
     "raytp/rank_group.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from raytp.outputs import RequestOutput
@@ -25,15 +26,21 @@ class Gauge:
         self._num_arrived = 0
         self._num_rows = 0
         self._num_tokens = 0
-        self._tokens_before = 0
-        """Of earlier intervals."""
+        self._seen: Counter[Replica] = Counter()
+        """Tokens of rows that were done in the present interval, by who did them."""
+        self._fresh: Counter[Replica] = Counter()
+        """Those among them that were made in it, too."""
         self._startup_s: float | None = None
         self._was_saturated = True
 
-    def count_row(self, output: RequestOutput) -> None:
+    def count_row(self, replica: Replica, output: RequestOutput) -> None:
         """A row is done."""
+        num_tokens = sum(len(each.token_ids) for each in output.outputs)
+        took_s = max(1e-9, output.timings.finished_s - output.timings.first_token_s)
         self._num_rows += 1
-        self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
+        self._num_tokens += num_tokens
+        self._seen[replica] += num_tokens
+        self._fresh[replica] += round(num_tokens * min(1.0, (time.monotonic() - self._interval_s) / took_s))
 
     def count_start(self, replica: Replica) -> None:
         """A replica has just become ready."""
@@ -42,7 +49,8 @@ class Gauge:
     def observe(self, replicas: Sequence[Replica], num_waiting: int, num_arrived: int, scaler: Scaler) -> Observation:
         """The job at this moment.
 
-        `num_waiting` rows have no replica yet; `num_arrived` have come since the job began.
+        `num_waiting` rows have no replica yet, and those that a replica has and does not run wait, too. `num_arrived`
+        rows have come since the job began.
         """
         now = time.monotonic()
         self._count_arrivals(now, num_arrived)
@@ -50,11 +58,12 @@ class Gauge:
         pending = [replica for replica in replicas if not replica.takes_rows and replica.state is not State.LEAVING]
         rows_at_once = max((replica.rows_at_once for replica in ready), default=1)
         self._was_saturated &= all(replica.load >= replica.rows_at_once for replica in ready)
-        self._measure(now, sum(replica.since_s < self._interval_s for replica in ready), rows_at_once)
+        num_running = sum(min(replica.load, replica.rows_at_once) for replica in replicas)
+        self._measure(now, [replica for replica in ready if replica.since_s < self._interval_s], rows_at_once)
         return Observation(
             now_s=now - self._began_s,
-            rows_waiting=num_waiting,
-            rows_running=sum(replica.load for replica in replicas),
+            rows_waiting=num_waiting + sum(replica.load for replica in replicas) - num_running,
+            rows_running=num_running,
             arrival_rows_per_s=self._arrivals.arrival_rows_per_s,
             tokens_per_row=self._num_tokens / self._num_rows if self._num_rows else None,
             tokens_per_s_per_replica=self._tokens.tokens_per_s_per_replica,
@@ -62,7 +71,7 @@ class Gauge:
             startup_s=_STARTUP_S if self._startup_s is None else self._startup_s,
             num_ready=len(ready),
             num_pending=len(pending),
-            num_nodes_pending=sum(replica.stage[0] == "waiting for resources" for replica in pending),
+            num_nodes_pending=sum(replica.stage[0].startswith("waiting for resources") for replica in pending),
             target=scaler.target,
             seconds_since_change=scaler.seconds_since_change(now - self._began_s),
             min_replicas=scaler.min_replicas,
@@ -77,12 +86,19 @@ class Gauge:
             seconds = max(1e-3, now - before_s)
             self._arrivals.record(tokens_per_s=0.0, was_saturated=False, arrivals=arrivals, interval_s=seconds)
 
-    def _measure(self, now: float, num_replicas: int, rows_at_once: int) -> None:
-        """Tokens are seen when their row is done: before as many rows are done as run at once, rates would mislead."""
+    def _measure(self, now: float, replicas: Sequence[Replica], rows_at_once: int) -> None:
+        """Tokens are seen when their row is done: before as many rows are done as run at once, rates would mislead.
+
+        While replicas have all the rows that they can run, as many tokens of earlier intervals are seen late as of this
+        one will be. Otherwise only those count that were made in it: an estimate that never falls must not be too high.
+        """
         seconds = now - self._interval_s
         if seconds < _INTERVAL_S:
             return
-        if num_replicas and self._num_rows >= rows_at_once:
-            rate = (self._num_tokens - self._tokens_before) / seconds / num_replicas
+        if replicas and self._num_rows >= rows_at_once:
+            counts = self._seen if self._was_saturated else self._fresh
+            rate = sum(counts[replica] for replica in replicas) / seconds / len(replicas)
             self._tokens.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
-        self._interval_s, self._tokens_before, self._was_saturated = now, self._num_tokens, True
+        self._interval_s, self._was_saturated = now, True
+        self._seen.clear()
+        self._fresh.clear()

@@ -214,7 +214,7 @@ class ReplicaPool:
         replica.num_done += 1
         if replica.number >= self._num_before_failure:
             self._failures.clear()
-        self._gauge.count_row(output)
+        self._gauge.count_row(replica, output)
         self._finished.append((key, output))
 
     def _lose(self, replica: Replica, error: Exception | None) -> None:

@@ -41,7 +41,7 @@ class ClusterConfig:
     decide_every_s: float = 5.0
     """How often the policy is asked."""
     lost_nodes: tuple[tuple[float, int], ...] = ()
-    """(when, which): nodes that are lost, counted from 0 in the order of their coming."""
+    """(when, which): nodes that are lost, counted from 0 in the order of their coming; if they come later, then."""
     delays: Delays = field(default_factory=Delays)
 
     def __post_init__(self) -> None:
@@ -68,6 +68,9 @@ class Simulation:
         self._serial = itertools.count()
         self._fleet = Fleet(config.replica, config.nodes, config.delays, self._call_at)
         self._fleet.on_ready = self._welcome
+        self._fleet.on_nodes = self._lose_late_nodes
+        self._doomed: set[int] = set()
+        """Nodes that are lost as soon as they come."""
         scaler = Scaler(config.policy, config.min_replicas, config.max_replicas)
         self._watch = Watch(self._fleet, scaler, limits.max_num_seqs, config.decide_every_s)
         self._end_s = 0.0
@@ -180,15 +183,24 @@ class Simulation:
     def _welcome(self, member: Member, now_s: float) -> None:
         self._rows_of[member.member_id] = set()
         self._router.changed(member)
-        self._dispatch(now_s)
+        self._call_at(now_s, self._dispatch)  # once all that are ready at this moment are, so that they share the rows
 
     def _lose_node(self, node_id: int, now_s: float) -> None:
         """Rows of its replicas go back to the head of the queue, oldest first, to be computed from the beginning."""
+        if node_id >= self._fleet.nodes.num_come:
+            self._doomed.add(node_id)
+            return
         lost = self._fleet.lose_node(node_id, now_s)
         rows = sorted(index for member in lost for index in self._rows_of.pop(member.member_id, set()))
         self._waiting.extendleft(reversed(rows))
         self._fleet.set_target(self._watch.target, now_s)
         self._dispatch(now_s)
+
+    def _lose_late_nodes(self, now_s: float) -> None:
+        for node_id in sorted(self._doomed):
+            if node_id < self._fleet.nodes.num_come:
+                self._doomed.discard(node_id)
+                self._lose_node(node_id, now_s)
 
     def _decide(self, now_s: float) -> None:
         self._fleet.set_target(self._watch.decide(now_s, len(self._waiting)), now_s)

@@ -80,6 +80,8 @@ class Fleet:
         self._busy_of_gone_s = 0.0
         self._steps_of_gone = self._tokens_of_gone = 0
         self.on_ready: Callable[[Member, float], None] = lambda member, now_s: None
+        self.on_nodes: Callable[[float], None] = lambda now_s: None
+        """Called when nodes have come, and replicas have been placed on them."""
         self._replica = replica
         self._delays = delays
         self._call_at = call_at
@@ -159,6 +161,7 @@ class Fleet:
     def _take_nodes(self, now_s: float) -> None:
         self.nodes.arrive(now_s)
         self.place(now_s)
+        self.on_nodes(now_s)
 
     def _start(self, member: Member, node: Node, now_s: float) -> None:
         member.state, member.node = ReplicaState.STARTING, node

@@ -57,6 +57,11 @@ class Nodes:
         for _ in range(config.min_nodes):
             self._add(0.0)
 
+    @property
+    def num_come(self) -> int:
+        """Nodes that are or have been there."""
+        return self._next_id
+
     def gpu_seconds(self, now_s: float) -> float:
         """Of all nodes until now."""
         return self.config.gpus_per_node * (self._paid_s + sum(now_s - node.since_s for node in self.live.values()))

@@ -229,8 +229,27 @@ def test_a_policy_learns_what_replicas_can_do():
     assert known
     assert all(each.tokens_per_row == 3 for each in known)
     assert all(each.rows_per_replica == 4 and each.num_pending == 0 for each in known)
-    assert any(each.rows_running >= 8 and each.rows_waiting > 7 for each in known)
+    assert any(each.rows_running == 8 and each.rows_waiting > 7 for each in known)
+    assert all(each.rows_running <= 8 for each in seen), "rows that wait in a replica count as running"
     assert 20 < known[-1].rows_per_s_per_replica < 1000  # 400 at most; the machine may be busy
+
+
+def test_replicas_that_join_do_not_count_as_speed_of_those_that_were_there(monkeypatch):
+    monkeypatch.setattr(gauge, "_INTERVAL_S", 0.3)
+    seen, late = [], threading.Event()
+
+    def start(number, on_progress):
+        if number:
+            late.wait(10)
+        return StubReplica(delay_s=0.02)
+
+    with ReplicaPool(start, Scaler(lambda each: seen.append(each) or 5, 5, 5), show_progress=False) as replicas:
+        for each in replicas.complete(jobs_of(map(str, range(1500)))):
+            if each and each[0] > 200:
+                late.set()
+    rates = [each.tokens_per_s_per_replica for each in seen if each.tokens_per_s_per_replica is not None]
+    assert any(each.num_ready == 5 for each in seen)
+    assert max(rates) < 1.2 * 3 * 4 / 0.02
 
 
 class Arrivals:
