@@ -73,5 +73,5 @@ def test_an_engine_under_faults_loses_nothing_and_the_command_says_so() -> None:
 
 def test_too_few_requests_for_the_faults_are_refused() -> None:
     result = CliRunner().invoke(app, ["chaos", str(TRIVIA), "--faults", "5", "--requests", "5"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "num_requests=5 must be at least 6 for 5 faults" in result.stderr
