@@ -208,7 +208,8 @@ class DriverClient:
             self._call("keep_waiting", list(self._client_ids))
 
     def _call(self, method: str, *args: Any) -> Any:
-        if self._actor is None:
+        actor = self._actor  # another thread may shut it down
+        if actor is None:
             if self._name is None:
                 raise EngineClosedError("the engine has been shut down: make a new LLM")
             raise EngineClosedError(f"the connection to engine {self._name} has been shut down: connect again")
@@ -217,7 +218,9 @@ class DriverClient:
                 f"the engine belongs to process {self._pid}, and this one was forked from it: use it there, or start "
                 f"processes with the method 'spawn' and make an LLM in each"
             )
-        return getattr(self._actor, method).remote(*args)
+        if not ray.is_initialized():  # Ray would join another cluster for it
+            raise EngineClosedError("Ray has been shut down in this process, and the engine with it: make a new LLM")
+        return getattr(actor, method).remote(*args)
 
     def _get(self, ref: Any, extra_s: float = 0.0) -> Any:
         try:

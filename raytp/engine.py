@@ -223,6 +223,8 @@ class Engine:
         return not self._scheduler.has_unfinished and self._scheduler.num_in_flight == 0
 
     def _admit(self, client_id: str, requests: list[Request]) -> None:
+        if self._mailboxes.is_gone(client_id):
+            return  # it was interrupted while it asked, and its goodbye came first
         for request in requests:
             for index in range(request.sampling.n):
                 completion = Completion(client_id, request, index)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from raytp.collector import RequestCollector, aborted
 from raytp.config import make_engine_config
 from raytp.connection import Connection, connect_engine, start_engine
-from raytp.errors import RequestError
+from raytp.errors import EngineError, RequestError
 from raytp.outputs import EngineInfo, Recovery, RequestOutput
 from raytp.progress import ProgressBar
 from raytp.prompts import (
@@ -30,7 +28,7 @@ from raytp.prompts import (
     encode_conversation,
     encode_prompt,
 )
-from raytp.request_stream import Job, Key, OutputStream, RequestStream
+from raytp.request_stream import Job, Key, OutputStream, RequestStream, RunningCalls
 from scheduler.errors import shown
 from scheduler.sampling_params import MAX_SEED, ResolvedSampling, SamplingParams, fit_to_model, resolve, validate
 from scheduler.step import IntArray
@@ -86,9 +84,7 @@ class LLM:
     def _attach(self, connection: Connection, show_progress: bool | None) -> None:
         self._show_progress = show_progress
         self._driver = connection.driver
-        self._calls: weakref.WeakSet[RequestStream] = weakref.WeakSet()
-        """Those that may have something running."""
-        self._calls_lock = threading.Lock()
+        self._calls = RunningCalls()
         self.info: EngineInfo = connection.info
         self.model_name = connection.model_name
         self.model_config = connection.model_config
@@ -186,18 +182,24 @@ class LLM:
         sampling = self._resolve(sampling_params)
         return self._stream(None, encode_conversation(messages, self.tokenizer, template_kwargs), sampling, cache_salt)
 
+    def __reduce__(self) -> NoReturn:
+        raise EngineError(
+            "an LLM cannot be sent to another process: make one there, or start an engine to share with raytp "
+            "serve-engine NAME and use LLM.connect(NAME)"
+        )
+
     def abort(self, key: Any) -> None:
         """End what other threads wait for: requests of `complete` by their key, of `generate` and `chat` by the index.
 
         They come at once, with the tokens so far and the finish_reason "abort". Unknown keys are ignored. Streams have
         an `abort` of their own.
         """
-        for call in self._running_calls():
+        for call in self._calls.all():
             call.abort(key)
 
     def abort_all(self) -> None:
         """End all requests of this LLM, whatever thread waits for them; see `abort`. Other users' go on."""
-        for call in self._running_calls():
+        for call in self._calls.all():
             call.abort_all()
 
     def stats(self) -> SchedulerStats:
@@ -284,13 +286,8 @@ class LLM:
 
     def _new_stream(self, cache_salt: str) -> RequestStream:
         call = RequestStream(self._driver, cache_salt, window=max(_MIN_WINDOW, 4 * self.info.max_num_seqs))
-        with self._calls_lock:
-            self._calls.add(call)
+        self._calls.add(call)
         return call
-
-    def _running_calls(self) -> list[RequestStream]:
-        with self._calls_lock:
-            return list(self._calls)
 
     def _stream(self, text: str | None, ids: IntArray, sampling: ResolvedSampling, cache_salt: str) -> OutputStream:
         """Refuses what it must before the first piece is asked for."""

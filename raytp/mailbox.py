@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from raytp.errors import EngineError
 from raytp.outputs import CompletionUpdate
+
+_MAX_GONE = 10_000
 
 
 class Mailbox:
@@ -53,6 +56,8 @@ class Mailroom:
         self._mailboxes: dict[str, Mailbox] = {}
         self._given_up: set[str] = set()
         """Callers that counted as dead: what they have asked for will never come."""
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """The latest of those that have left: what they had just asked for may arrive after their goodbye."""
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -94,10 +99,18 @@ class Mailroom:
             self._given_up.update(silent)
         return silent
 
+    def is_gone(self, client_id: str) -> bool:
+        """Whether a caller has left, and nothing of it is wanted any more."""
+        with self._lock:
+            return client_id in self._gone
+
     def drop(self, client_id: str) -> None:
-        """Do away with a caller's mailbox, and wake it if it waits."""
+        """Do away with a caller's mailbox, for good, and wake it if it waits."""
         with self._lock:
             mailbox = self._mailboxes.pop(client_id, None)
+            self._gone[client_id] = None
+            while len(self._gone) > _MAX_GONE:
+                self._gone.popitem(last=False)
         if mailbox is not None:
             mailbox.close()
 
@@ -110,6 +123,8 @@ class Mailroom:
 
     def _mailbox(self, client_id: str) -> Mailbox:
         with self._lock:
+            if client_id in self._gone:
+                return Mailbox(is_closed=True)
             return self._mailboxes.setdefault(client_id, Mailbox(self._is_closed))
 
     def _check_known(self, client_id: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -54,6 +55,8 @@ class RequestStream:
         while this thread sends."""
         self._num_sent = 0
         self._to_abort: set[int] = set()
+        self._aborted: set[int] = set()
+        """Of these, those that the driver has been told of."""
         self._is_aborted = False
         """All are, also those to come."""
 
@@ -142,9 +145,10 @@ class RequestStream:
         """Pass on what is to be aborted, except what has not been sent yet."""
         if self._is_aborted:
             self._to_abort.update(list(self._open))
-        for request_id in [request_id for request_id in self._to_abort if request_id < self._num_sent]:
-            self._driver.abort(self._client_id, request_id, None, "abort")
-            self._to_abort.remove(request_id)
+        for request_id in sorted(self._to_abort - self._aborted):
+            if request_id < self._num_sent and request_id not in self._aborted:
+                self._aborted.add(request_id)  # first: a signal's handler may come in between
+                self._driver.abort(self._client_id, request_id, None, "abort")
 
     def _prepare(self, job: Job[Any]) -> list[Request]:
         """What is to be sent: nothing if the request cannot be served."""
@@ -183,6 +187,24 @@ class RequestStream:
                 del self._open[update.request_id]
                 self._finished.append((key, collector.output()))
         return chunks
+
+
+class RunningCalls:
+    """The streams of one `LLM` that may have something running. For any thread, and for a signal's handler."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakSet[RequestStream] = weakref.WeakSet()
+        self._lock = threading.RLock()
+
+    def add(self, call: RequestStream) -> None:
+        """One more, until it is dropped."""
+        with self._lock:
+            self._calls.add(call)
+
+    def all(self) -> list[RequestStream]:
+        """As of now."""
+        with self._lock:
+            return list(self._calls)
 
 
 class OutputStream:

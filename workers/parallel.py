@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from scheduler.errors import ConfigError
 from workers.errors import RendezvousError, RendezvousTimeoutError
 
 __all__ = ["Store", "TensorParallel", "create_store"]
@@ -67,8 +68,11 @@ class TensorParallel:
 
         `backend` is gloo or nccl; rank 0 passes the `store` it made with `create_store`. Traffic uses the network
         interface that has `node_ip` (default: the one that leads to `host`), unless GLOO_SOCKET_IFNAME or
-        NCCL_SOCKET_IFNAME says otherwise. Raises RendezvousError, after `timeout_s` seconds RendezvousTimeoutError.
+        NCCL_SOCKET_IFNAME says otherwise. Raises ConfigError if there is no such interface, RendezvousError, and after
+        `timeout_s` seconds RendezvousTimeoutError.
         """
+        if backend == "gloo":
+            _check_named_interface()
         deadline = time.monotonic() + timeout_s
         here = f"rank {rank} on {node_ip or socket.gethostname()}"
         try:
@@ -235,6 +239,17 @@ def _choose_interface(ip: str) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
     logger.info("no network interface has %s as its IPv4 address: leaving the choice to gloo and NCCL", ip)
+
+
+def _check_named_interface() -> None:
+    """Raises ConfigError if gloo is told to use one that this machine does not have."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in filter(None, named.split(",")) if name not in _interface_names()]
+    if missing:
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={named} names {missing[0]}, and {socket.gethostname()} has "
+            f"{', '.join(_interface_names())}: correct it, or unset it to use that of the node's address in Ray"
+        )
 
 
 def _describe_interface(backend: str) -> str:

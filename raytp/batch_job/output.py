@@ -68,8 +68,15 @@ class Output:
     def open(self, identity: Identity, input_schema: Any | None, *, restart: bool) -> str:
         """Begin a run, or go on with the earlier one of the same identity; its name.
 
-        Raises BatchError if the output is in use, holds something else, or an earlier run with other settings.
+        Raises BatchError if the output is in use, cannot be written, holds something else, or an earlier run with other
+        settings.
         """
+        try:
+            return self._open(identity, input_schema, restart)
+        except OSError as error:
+            raise BatchError(f"the output {self._folder} cannot be written: {error}") from error
+
+    def _open(self, identity: Identity, input_schema: Any | None, restart: bool) -> str:
         self._journal.acquire()
         if restart and self._journal.exists():
             self._journal.claim()

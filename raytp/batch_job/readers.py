@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from raytp.batch_job.json_text import decode, parse_object
 from raytp.batch_job.rows import BadRow, Place, Row, RowError
-from raytp.errors import ConfigError
+from raytp.errors import BatchError, ConfigError
 from raytp.working_dir import is_copy, name_in_copy
 
 FORMATS = ("openai", "jsonl", "parquet", "text")
@@ -69,6 +69,9 @@ def find_files(pattern: str) -> list[InputFile]:
         infos = [(each, system.info(each)) for each in paths]
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"the input {pattern} cannot be read: {error}") from error
+    for each, info in infos:
+        if info["type"] not in ("file", "directory"):
+            raise ConfigError(f"the input {each} is no regular file, and a job may have to read it again: make it one")
     files = [_input_file(system, each, info) for each, info in infos if info["type"] == "file"]
     if not files:
         what = f"no file that ends in {', '.join(f'.{name}' for name in _EXTENSIONS)} in" if is_folder else "no file at"
@@ -84,6 +87,18 @@ def _input_file(system: Any, path: str, info: Mapping[str, Any]) -> InputFile:
         return InputFile(path, name_in_copy(path), int(info["size"]), _digest(path))
     url = path if is_local else system.unstrip_protocol(path)
     return InputFile(url, url, int(info.get("size") or 0), str(version))
+
+
+def _check_unchanged(file: InputFile) -> None:
+    """Raises BatchError if it is not what it was when the job began: rows may be missing, or halved."""
+    system, path = url_to_fs(file.url)
+    system.invalidate_cache()
+    now = _input_file(system, path, system.info(path))
+    if (now.size, now.version) != (file.size, file.version):
+        raise BatchError(
+            f"{file.url} was changed while it was read: it had {file.size} bytes and has {now.size}. Put it back as it "
+            f"was, or do all rows again with --restart"
+        )
 
 
 def _digest(path: str) -> str:
@@ -146,7 +161,7 @@ class Reader:
         return round(self.num_read * (1 / self.fraction - 1)) if self.fraction else 0
 
     def rows(self, row_format: RowFormat) -> Iterator[Row | BadRow]:
-        """Every row, in order. Raises ConfigError if a file cannot be read."""
+        """Every row, in order. Raises ConfigError if a file cannot be read, BatchError if it changes meanwhile."""
         for file in self._files:
             entries = self._table_rows(file) if self._input_format == "parquet" else self._line_rows(file)
             try:
@@ -157,6 +172,7 @@ class Reader:
                         yield BadRow(place=place, id=None, code=columns.code, message=columns.message)
                     else:
                         yield row_format.parse(place, columns)
+                _check_unchanged(file)
             except OSError as error:
                 raise ConfigError(f"{file.url} cannot be read: {error}") from error
 

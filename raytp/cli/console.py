@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -31,10 +32,12 @@ def prepare_streams() -> None:
 
 
 def print_error(error: Exception) -> None:
-    """One red line. What follows in the message, such as a rank's traceback, stands in the logs."""
-    first, *rest = str(error).splitlines() or [type(error).__name__]
-    _print(f"error: {first}", "bold red")
-    if rest:
+    """One red line. What follows in the words of a rank, such as its traceback, stands in the logs."""
+    text = str(error) or type(error).__name__
+    first, *rest = text.splitlines()
+    is_of_ranks = re.search(r"\brank \d", text) is not None
+    _print(f"error: {first if is_of_ranks else text}", "bold red")
+    if rest and is_of_ranks:
         from raytp.ray_runtime import logs_folder
 
         print_note(f"the ranks' own words are in Ray's logs: {logs_folder()}")

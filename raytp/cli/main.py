@@ -74,6 +74,10 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             console.discard_stdout()
             raise typer.Exit(_BROKEN_PIPE) from None
+        except OSError as error:  # a disk is full, say: standard output may be a file on it
+            console.discard_stdout()
+            console.print_error(error)
+            raise typer.Exit(1) from None
         finally:
             # Runs before Ray's own exit function, which takes a moment and must not be interrupted.
             for number in (signal.SIGINT, signal.SIGTERM):

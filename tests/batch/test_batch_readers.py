@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import fsspec
 import pyarrow as pa
@@ -15,7 +16,7 @@ from raytp.batch_job.openai_request import parse_request
 from raytp.batch_job.plain_format import PlainFormat
 from raytp.batch_job.readers import Reader, find_files, find_format
 from raytp.batch_job.rows import BadRow, Place, Row
-from raytp.errors import ConfigError
+from raytp.errors import BatchError, ConfigError
 from scheduler.sampling_params import SamplingParams
 
 PLACE = Place(ordinal=0, source="file", line=1)
@@ -93,6 +94,26 @@ def test_a_plain_row_keeps_its_columns_and_sets_its_sampling(tmp_path):
 def test_prompts_of_text_become_messages_if_asked():
     row = PlainFormat(SamplingParams(), use_chat=True).parse(PLACE, {"prompt": "hi"})
     assert (row.request, row.is_chat) == ([{"role": "user", "content": "hi"}], True)
+
+
+def test_a_file_that_changes_while_it_is_read_is_no_whole_input(tmp_path):
+    """Cut at the end of a line, nothing else would tell."""
+    file = tmp_path / "rows.jsonl"
+    line = json.dumps({"prompt": "x" * 1000}) + "\n"
+    file.write_text(line * 4000)
+    rows = Reader(find_files(str(file)), "jsonl").rows(PlainFormat(SamplingParams(), False))
+    for _ in range(10):
+        next(rows)
+    with open(file, "r+b") as opened:
+        opened.truncate(3000 * len(line))
+    with pytest.raises(BatchError, match=rf"had {4000 * len(line)} bytes and has {3000 * len(line)}"):
+        list(rows)
+
+
+def test_what_cannot_be_read_twice_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        find_files(str(tmp_path / "rows.jsonl"))
 
 
 def test_parquet_rows_come_with_their_types(tmp_path):

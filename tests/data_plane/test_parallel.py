@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from scheduler.errors import ConfigError
 from workers.errors import RendezvousError
 from workers.parallel import TensorParallel, create_store
 
@@ -106,6 +107,12 @@ def test_a_rank_that_finds_nobody_says_so_in_time() -> None:
     with pytest.raises(RendezvousError, match=rf"rank 2 on 10\.1\.2\.3 did not meet rank 0 at {_HOST}:{port}.* 1 s"):
         _connect(2, port, 1.0, node_ip="10.1.2.3")
     assert time.monotonic() - start < 3
+
+
+def test_an_interface_that_there_is_not_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(ConfigError, match=r"names nope0, and .* has .*\blo\b"):
+        _connect(1, 1, 60.0)
 
 
 def test_rank_0_names_the_ranks_that_did_not_come() -> None:

@@ -242,6 +242,13 @@ def test_its_own_ray_is_not_for_engines_that_stay_and_sigterm_ends_it_quietly(ru
     assert (process.returncode, errors) == (143, "")
 
 
+def test_a_full_disk_under_its_answers_is_an_error(run_env):
+    with open("/dev/full", "w") as full:
+        command = [*COMMAND, "info", str(MODEL)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=run_env, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 def test_a_reader_that_goes_away_ends_it_quietly(run_env, endless_model):
     process = start_endless(endless_model, run_env)
     assert process.stdout.read(1)
