@@ -100,6 +100,7 @@ def compare(name: str, instead: Mapping[str, Any]) -> dict[str, Any]:
         "simulated_nodes": [[round(tick.now_s, 1), tick.nodes, tick.ready] for tick in simulated.ticks],
         "load_before": round(load_before, 1),
         "num_cores": os.cpu_count(),
+        "ray": ray.__version__,
     }
 
 

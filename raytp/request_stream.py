@@ -21,6 +21,8 @@ from raytp.outputs import OutputChunk, Request, RequestOutput
 from scheduler.errors import shown
 
 _POLL_S = 1.0
+_ASK_AGAIN_S = 0.1
+"""The same, where there is no job just now: one may come while nothing finishes."""
 _PAUSE_S = 0.02
 """Between two polls: many small answers would cost the driver's step loop its time."""
 _SUBMIT_CHUNK = 256
@@ -75,7 +77,7 @@ class RequestStream:
             self._abort_sent()
 
     def outputs(self, jobs: Iterable[Job[Key] | None]) -> Generator[tuple[Key, RequestOutput] | None, None, None]:
-        """(key, output) of each job in the order of completion; None where nothing has finished for a second.
+        """(key, output) of each job in the order of completion; None where nothing has finished for a second at most.
 
         A job of None says that there is nothing to send now, and is asked again. Closing the generator ends what is on
         its way.
@@ -83,9 +85,9 @@ class RequestStream:
         source = self._until_aborted(jobs)
         try:
             while self._has_more:
-                self._refill(source)
+                timeout_s = _ASK_AGAIN_S if self._refill(source) else _POLL_S
                 # Those that were refused have finished already, and wait for nobody.
-                self._collect(0.0 if self._finished else _POLL_S)
+                self._collect(0.0 if self._finished else timeout_s)
                 finished, self._finished = self._finished, []
                 if finished:
                     yield from finished
@@ -109,8 +111,8 @@ class RequestStream:
     def _has_more(self) -> bool:
         return bool(self._open) or not self._is_exhausted
 
-    def _refill(self, source: Iterator[Job[Any] | None]) -> None:
-        """Send jobs until the window is full, there are none for now, or some were refused, which must not pile up."""
+    def _refill(self, source: Iterator[Job[Any] | None]) -> bool:
+        """Send jobs while there is room and none was refused, which must not pile up; True if there are none just now."""
         while not self._is_exhausted and not self._finished and len(self._open) < self._window:
             requests: list[Request] = []
             is_idle = False
@@ -127,7 +129,8 @@ class RequestStream:
             if requests:
                 self._send(requests)
             if is_idle:
-                return
+                return True
+        return False
 
     def _until_aborted(self, jobs: Iterable[Job[Any] | None]) -> Iterator[Job[Any] | None]:
         for job in jobs:

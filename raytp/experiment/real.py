@@ -99,6 +99,8 @@ class RealRun:
                     self._rows.finish(*result)
                 self._look()
             num_steps = steps.total()
+        for loss in self._losses:
+            logger.warning("node %d was to be lost, and had not come before all was done", loss.node)
         self._rows.check_all_finished()
         if self._spec.cluster.kind is ClusterKind.FAKE:
             self._wait_until_nodes_are_gone()

@@ -32,6 +32,8 @@ class Gauge:
         """Those among them that were made in it, too."""
         self._startup_s: float | None = None
         self._was_saturated = True
+        self._had_ready = False
+        """Whether a replica took rows when the policy was asked last."""
 
     def count_row(self, replica: Replica, output: RequestOutput) -> None:
         """A row is done."""
@@ -57,6 +59,9 @@ class Gauge:
         ready = [replica for replica in replicas if replica.takes_rows]
         pending = [replica for replica in replicas if not replica.takes_rows and replica.state is not State.LEAVING]
         rows_at_once = max((replica.rows_at_once for replica in ready), default=1)
+        if not self._had_ready:
+            self._begin_interval(now)
+        self._had_ready = bool(ready)
         self._was_saturated &= all(replica.load >= replica.rows_at_once for replica in ready)
         num_running = sum(min(replica.load, replica.rows_at_once) for replica in replicas)
         self._measure(now, [replica for replica in ready if replica.since_s < self._interval_s], rows_at_once)
@@ -99,6 +104,9 @@ class Gauge:
             counts = self._seen if self._was_saturated else self._fresh
             rate = sum(counts[replica] for replica in replicas) / seconds / len(replicas)
             self._tokens.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
+        self._begin_interval(now)
+
+    def _begin_interval(self, now: float) -> None:
         self._interval_s, self._was_saturated = now, True
         self._seen.clear()
         self._fresh.clear()
