@@ -112,7 +112,7 @@ class RequestStream:
         return bool(self._open) or not self._is_exhausted
 
     def _refill(self, source: Iterator[Job[Any] | None]) -> bool:
-        """Send jobs while there is room and none was refused, which must not pile up; True if there are none just now."""
+        """Send jobs while there is room and none was refused, which must not pile up. True: there are none now."""
         while not self._is_exhausted and not self._finished and len(self._open) < self._window:
             requests: list[Request] = []
             is_idle = False
