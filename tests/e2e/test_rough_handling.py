@@ -51,6 +51,40 @@ def test_a_forked_process_is_refused_and_does_no_harm(engines: EngineCache) -> N
     assert llm.generate([5, 6], _GREEDY)[0].token_ids == before
 
 
+_OWN_RAY = """
+import functools, os, subprocess, sys
+import ray
+from raytp.errors import EngineError, PlacementError
+from raytp.ray_runtime import check_room, ensure_ray, join_ray
+
+if len(sys.argv) > 1:  # what looks for a Ray finds this one
+    join = functools.partial(ray.init, sys.argv[1])
+    ray.init = lambda address, **options: join(**options)
+try:
+    if len(sys.argv) > 1:
+        join_ray()
+    ensure_ray(2)
+    check_room(2, "cpu")
+    check_room(99, "cuda")
+except (EngineError, PlacementError) as error:
+    print(os.getpid(), error, flush=True)
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], check=True)
+"""
+
+
+def test_a_ray_of_one_s_own_is_no_place_to_wait_in_or_to_stay_in(tmp_path: Path) -> None:
+    program = tmp_path / "own_ray.py"
+    program.write_text(_OWN_RAY)
+    env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, beside = done.stdout.splitlines()
+    pid = alone.partition(" ")[0]
+    assert "GPUs for tensor_parallel_size=99, which takes one for each rank" in alone
+    assert f"process {pid}'s own and ends with it: start one that stays" in beside
+
+
 class _Owner:
     def start(self) -> str:
         self.llm = LLM(TRIVIA)

@@ -24,8 +24,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
 
 
-def raytp(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False, env={"COLUMNS": "120"})
+def raytp(*arguments: str, columns: int = 120) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False, env={"COLUMNS": str(columns)})
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
@@ -34,8 +34,9 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_an_experiment_leaves_tables_pictures_and_a_report(tmp_path: Path) -> None:
+    """The table is whole, though it is wider than the terminal."""
     write(tmp_path / "small.yaml")
-    done = raytp("experiment", "small.yaml")
+    done = raytp("experiment", "small.yaml", columns=30)
     assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "report: small-results/report.html")
     folder = tmp_path / "small-results"
     pictures = {"policy-1-fixed.png", "policy-2-queue-2.png", "policy-3-deadline-20.png"}
@@ -69,9 +70,9 @@ def test_a_run_that_fails_is_in_the_tables_and_in_the_exit_status(tmp_path: Path
     write(tmp_path / "small.yaml", policies=["math:floor", "fixed"], seeds=[0])
     done = raytp("experiment", "small.yaml")
     assert done.exit_code == 3
-    assert "math:floor, seed 0: TypeError" in done.stderr
+    assert "math:floor, seed 0: ConfigError: policy math:floor raised TypeError" in done.stderr
     failed, good = records_of(tmp_path / "small-results")
-    assert failed["error"].startswith("TypeError")
+    assert "TypeError" in failed["error"]
     assert (failed["seconds"], good["error"]) == (None, None)
     assert "TypeError" in (tmp_path / "small-results" / "report.html").read_text()
 
@@ -132,7 +133,9 @@ def test_simulate_prints_a_table_or_json(tmp_path: Path) -> None:
     assert ["requests", "60"] in [line.split() for line in table.stdout.splitlines()]
     done = json.loads(raytp(*SIMULATE, "--rate", "20", "--price", "2", "--json").stdout)
     assert done["cost"] == pytest.approx(done["gpu_seconds"] / 3600 * 2)
-    assert [tick["now_s"] for tick in done["series"]] == [5.0 * index for index in range(len(done["series"]))]
+    *ticks, last = [tick["now_s"] for tick in done["series"]]
+    assert ticks == [5.0 * index for index in range(len(ticks))]
+    assert last == done["seconds"]
     assert f"{done['seconds']:,.1f}" in table.stdout
 
 
@@ -158,9 +161,20 @@ def test_simulate_finds_the_least_replicas() -> None:
         (("--rate", "1", "--trace", "x"), "--trace and --rate contradict"),
         (("--gpu", "abacus"), "known: h200, cpu"),
         (("--replicas", "few"), "COUNT or MIN:MAX"),
-        (("--lose-node", "3", "--ttft", "1"), "--lose-node does not go with"),
+        *(
+            ((option, value, "--ttft", "1"), f"{option} does not go with")
+            for option, value in [
+                ("--lose-node", "3"),
+                ("--replicas", "1"),
+                ("--policy", "fixed"),
+                ("--startup", "0"),
+                ("--provisioning", "0"),
+                ("--gpus-per-node", "1"),
+            ]
+        ),
         (("--gpu", "cpu", "--bench", "x.json"), "cannot be read"),
-        (("-t", "16"), "lower the tensor-parallel size"),
+        (("-t", "16", "--gpus-per-node", "8"), "lower the tensor-parallel size"),
+        (("--replicas", "0"), "--replicas is '0': MIN must be at least 0"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(arguments: tuple[str, ...], words: str) -> None:

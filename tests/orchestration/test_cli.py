@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -228,15 +227,10 @@ def test_interrupt_while_ray_starts_neither_hangs_nor_is_lost(run_env):
     assert errors == "interrupted\n", errors
 
 
-def test_its_own_ray_is_not_for_engines_that_stay_and_sigterm_ends_it_quietly(run_env, endless_model):
-    """Ray, left to itself, answers SIGTERM by an abort with a trace."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as folder:  # Ray's sockets need a short path
-        env = run_env | {"RAY_TMPDIR": folder}
-        process = start_endless(endless_model, env)
-        assert process.stdout.read(1)
-        engines = subprocess.run([*COMMAND, "engines"], env=env, capture_output=True, text=True, timeout=60)
-    assert engines.returncode == 1
-    assert f"is process {process.pid}'s own and ends with it: start one that stays" in engines.stderr
+def test_sigterm_ends_it_quietly(run_env, endless_model):
+    """Ray, left to itself, answers it by an abort with a trace."""
+    process = start_endless(endless_model, run_env)
+    assert process.stdout.read(1)
     process.terminate()
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (143, "")

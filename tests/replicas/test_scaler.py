@@ -1,0 +1,80 @@
+"""What becomes of policies that are no policies: errors that name them, whatever they raise or answer."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from raytp.errors import ConfigError
+from raytp.scaling import Observation, QueuePolicy, Scaler, load_policy
+
+SEEN = Observation(
+    now_s=1.0,
+    rows_waiting=3,
+    rows_running=0,
+    arrival_rows_per_s=0.0,
+    tokens_per_row=None,
+    tokens_per_s_per_replica=None,
+    rows_per_replica=8,
+    startup_s=60.0,
+    num_ready=0,
+    num_pending=0,
+    num_nodes_pending=0,
+    target=0,
+    seconds_since_change=1.0,
+    min_replicas=0,
+    max_replicas=9,
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def f(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("def g(seen): return 1", "has no attribute 'f'"),
+        ("f = 3", "is no function"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_an_error_that_names_the_policy(tmp_path, monkeypatch, source, told):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(source)
+    with pytest.raises(ConfigError, match=f"policy '{name}:f' ") as caught:
+        load_policy(f"{name}:f")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [":f", ".x:f", "a..b:f", "a.:f", "..:f", "queues:", ":"])
+def test_a_text_that_names_no_module_is_told_what_a_policy_is(text):
+    with pytest.raises(ConfigError, match="is not known; a policy is fixed, fixed:COUNT"):
+        load_policy(text)
+
+
+def test_a_policy_that_raises_is_an_error_that_names_it_and_what_it_raised():
+    def hasty(seen):
+        return 1 // (seen.rows_running * 0)
+
+    with pytest.raises(ConfigError, match=r"policy tests\S+hasty raised ZeroDivisionError: integer") as caught:
+        Scaler(hasty, 0, 3).decide(SEEN)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ConfigError, match=r"policy QueuePolicy\(drain_s=5\) raised AttributeError"):
+        Scaler(QueuePolicy(5), 0, 3).decide(None)
+
+
+@pytest.mark.parametrize("answer", [2, np.int64(2), np.uint8(2), np.array(2)])
+def test_any_integer_is_a_count(answer):
+    target = Scaler(lambda seen: answer, 0, 3).decide(SEEN)
+    assert (target, type(target)) == (2, int)
+
+
+@pytest.mark.parametrize("answer", [True, np.True_, 2.0, np.float64(2), "2", None, Fraction(2), [2]])
+def test_what_is_no_integer_is_no_count(answer):
+    with pytest.raises(
+        ConfigError, match=r"policy .*<lambda> answered .*, which is no integer: it must return a count"
+    ):
+        Scaler(lambda seen: answer, 0, 3).decide(SEEN)
