@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from raytp.config import check_shared_alone, make_engine_config
 from raytp.errors import ConfigError
 from raytp.model_files import model_digest
-from raytp.replicas.limits import read_limits
 from raytp.scaling import Policy, Scaler, load_policy
+from raytp.scaling.limits import read_limits
 from scheduler.errors import shown
 
 if TYPE_CHECKING:
     from raytp.llm import LLM
     from raytp.replicas.pool import ReplicaPool
+
+_MAX_REPLICAS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,9 @@ class EngineChoice:
         """What decides how many there are; None if there is one. Raises ConfigError."""
         if self.replicas is None:
             return None
-        limits = read_limits(self.replicas)
+        least, most = read_limits(self.replicas, "replicas", _MAX_REPLICAS, least=1)
         policy = load_policy(self.policy) if isinstance(self.policy, str) else self.policy
-        return Scaler(policy, limits.least, limits.most)
+        return Scaler(policy, least, most)
 
     def identity(self) -> dict[str, str]:
         """What tells its model from others. Raises RaytpError if there is none."""

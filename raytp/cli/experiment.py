@@ -48,6 +48,7 @@ raytp experiment nodes.yaml --on fake
 1    the experiment could not begin"""
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
+_MAX_WIDTH = 100_000
 _RUNS, _OUTPUT = "Runs", "Output"
 _File = Annotated[
     Path,
@@ -151,7 +152,6 @@ def _write(
 
 def _print(records: Sequence[Mapping[str, Any]]) -> None:
     import io
-    import shutil
 
     from rich.console import Console
     from rich.table import Table
@@ -163,10 +163,11 @@ def _print(records: Sequence[Mapping[str, Any]]) -> None:
     num_seeds = len({record["seed"] for record in records})
     table = Table(f"mean of {num_seeds} seeds" if num_seeds > 1 else "", box=None, pad_edge=False, header_style="dim")
     for policy in policies:
-        table.add_column(Text(policy), justify="right")
+        table.add_column(Text(policy), justify="right", no_wrap=True)
     for row in make_rows(records, policies):
         table.add_row(row.label, *(cell.text for cell in row.cells))
     text = io.StringIO()
-    width = shutil.get_terminal_size((120, 24)).columns
-    Console(file=text, highlight=False, width=width).print(table)
+    output = Console(file=text, highlight=False, width=_MAX_WIDTH)
+    output.width = output.measure(table).maximum  # wider than the terminal, if need be: a number that is cut is none
+    output.print(table)
     console.write(text.getvalue())

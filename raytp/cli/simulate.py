@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +56,9 @@ _Startup = Annotated[
 _Provisioning = Annotated[
     float, typer.Option(help="Seconds that a new node takes to come.", min=0, rich_help_panel=_CLUSTER)
 ]
-_GpusPerNode = Annotated[int, typer.Option(help="Of a node.", min=1, rich_help_panel=_CLUSTER)]
+_GpusPerNode = Annotated[
+    int | None, typer.Option(help="Of a node. Default: those of a replica.", min=1, rich_help_panel=_CLUSTER)
+]
 _LoseNode = Annotated[
     list[float] | None,
     typer.Option(
@@ -67,6 +68,8 @@ _LoseNode = Annotated[
         rich_help_panel=_CLUSTER,
     ),
 ]
+_MAX_REPLICAS = 10_000
+_OPTIONS_OF_A_CLUSTER = ("replicas", "policy", "startup", "provisioning", "gpus_per_node", "lose_node")
 _Price = Annotated[float | None, typer.Option(help="Of a GPU for an hour.", min=0, rich_help_panel=_CLUSTER)]
 _Ttft = Annotated[
     float | None,
@@ -83,6 +86,7 @@ _MaxReplicas = Annotated[int, typer.Option(help="Where the search ends.", min=1,
 
 
 def simulate(
+    context: typer.Context,
     model: _Model = "qwen3-8b",
     gpu: _Gpu = "h200",
     tensor_parallel_size: opt.TensorParallelSize = 1,
@@ -97,7 +101,7 @@ def simulate(
     policy: _Policy = "fixed",
     startup: _Startup = 0.0,
     provisioning: _Provisioning = 0.0,
-    gpus_per_node: _GpusPerNode = 8,
+    gpus_per_node: _GpusPerNode = None,
     lose_node: _LoseNode = None,
     price: _Price = None,
     ttft: _Ttft = None,
@@ -110,30 +114,36 @@ def simulate(
 
     The real scheduler runs; only the GPU's time is simulated, by a model fitted to raytp bench.
     """
-    from raytp.errors import ConfigError
-    from raytp.simulator.capacity import Target, make_replica
-    from raytp.simulator.measured import find_gpu
-    from raytp.simulator.setup import load_coefficients, load_model, make_cluster, make_requests, parse_replicas
+    from raytp.scaling.limits import read_limits
+    from raytp.simulator.capacity import Target
+    from raytp.simulator.setup import load_replica, make_cluster, make_requests
 
     requests = make_requests(trace, rate, num_requests, prompt_tokens, output_tokens, seed)
     target = Target(ttft_s=ttft, per_token_s=per_token, finish_s=finish_in)
-    if target.is_given and lose_node:
-        raise ConfigError(
-            "--lose-node does not go with --ttft, --per-token or --finish-in, which ask for a steady number"
-        )
-    limits = parse_replicas(replicas)
-    coefficients = load_coefficients(gpu, bench or [])
-    replica = make_replica(
-        load_model(model), coefficients, tensor_parallel_size, requests, startup, find_gpu(gpu).limits
-    )
-    cluster = make_cluster(replica, limits, policy, provisioning, gpus_per_node)
-    cluster = replace(cluster, lost_nodes=tuple((at_s, node) for node, at_s in enumerate(sorted(lose_node or []))))
+    if target.is_given:
+        _refuse_options_of_a_cluster(context)
+    replica = load_replica(model, gpu, bench or [], tensor_parallel_size, requests, startup)
+    limits = read_limits(replicas, "--replicas", _MAX_REPLICAS)
+    cluster = make_cluster(replica, limits, policy, provisioning, gpus_per_node, lose_node or [])
     count, results = _answer(cluster, requests, target, max_replicas)
     summary = {"replicas": count, "tensor_parallel_size": tensor_parallel_size, **results.summary(price)}
     if json:
         console.write(json_format.dumps({**summary, "series": results.series()}) + "\n")
     else:
         _print(summary)
+
+
+def _refuse_options_of_a_cluster(context: typer.Context) -> None:
+    """A target asks for a steady number of replicas, all of them there from the beginning."""
+    from raytp.errors import ConfigError
+
+    for name in _OPTIONS_OF_A_CLUSTER:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with --ttft, --per-token or --finish-in, which ask for a "
+                f"steady number of replicas: leave out the one or the other"
+            )
 
 
 def _answer(

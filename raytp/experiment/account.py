@@ -40,7 +40,7 @@ class Account:
         self.node_seconds += elapsed_s * self._num_nodes
         self.busy_replica_seconds += elapsed_s * self._num_busy
         self._looked_s, self._num_nodes = now_s, num_nodes
-        self._num_busy = sum(replica.load > 0 and replica.takes_rows for replica in self._pool.replicas)
+        self._num_busy = sum(replica.is_busy for replica in self._pool.replicas)
         self.note(now_s, num_nodes)
 
     def note(self, now_s: float, num_nodes: int, *, is_last: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from raytp.errors import ConfigError, EngineError
 from raytp.experiment.spec import ClusterSpec
@@ -34,8 +36,7 @@ _END_TIMEOUT_S = 15.0
 _SIGTERM_EXIT = 128 + signal.SIGTERM
 _NODE_TYPE = "fake"
 _OBJECT_STORE_BYTES = 10**8
-_AUTH = {"RAY_AUTH_MODE": "disabled"}
-_ENV = _AUTH | {
+_ENV = {
     "RAY_FAKE_CLUSTER": "1",
     "RAY_enable_autoscaler_v2": "0",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -83,15 +84,16 @@ class FakeCluster:
 def fake_cluster(spec: ClusterSpec) -> Iterator[FakeCluster]:
     """The cluster, for as long as the block lasts; a node has `gpus_per_node` CPU cores by name, however few there are.
 
-    In the block Ray's token authentication is off for this process, and SIGTERM ends it as an exception does. If it
-    ends with an EngineError, the logs stay, and their place is a note of the error. Raises ConfigError if this process
-    has a Ray already, EngineError if the cluster cannot be started.
+    Who would use it needs a token that only its processes and this one have, unless RAY_AUTH_MODE is "disabled". In the
+    block SIGTERM ends this process as an exception does. If it ends with an EngineError, the logs stay, and their
+    place is a note of the error. Raises ConfigError if this process has a Ray already, EngineError if the cluster
+    cannot be started.
     """
     if ray.is_initialized():
         raise ConfigError("this process has a Ray already, so it cannot use another one: run ray.shutdown() before")
     folder = Path(tempfile.mkdtemp(prefix="raytp-fake-", dir=os.environ.get("RAY_TMPDIR")))
     try:
-        with _sigterm_raised(), _environment(_AUTH):
+        with _sigterm_raised(), _authentication():
             yield from _run(spec, folder)
     except EngineError as error:
         raise type(error)(f"{error}\nThe logs of the fake cluster are in {_keep_logs(folder)}") from error
@@ -234,6 +236,26 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def _authentication() -> Iterator[None]:
+    """A token for Ray's processes and for this one, since the ports can be reached from other machines."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        yield
+        return
+    try:
+        with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+            _read_authentication()
+            yield
+    finally:
+        _read_authentication()
+
+
+def _read_authentication() -> None:
+    """This process read mode and token once, when Ray was imported or used; the mode must be read first."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from raytp.experiment.spec import (
 )
 from raytp.experiment.yaml_file import read_yaml
 from raytp.scaling import load_policy
+from raytp.scaling.limits import read_limits
 from raytp.simulator.measured import GPUS
 from raytp.simulator.requests import read_trace
-from raytp.simulator.setup import parse_replicas
 from scheduler.errors import shown
 
 T = TypeVar("T")
@@ -174,19 +174,8 @@ def _cluster(section: Section, tensor_parallel_size: int, replicas: tuple[int, i
 
 
 def _limits(section: Section, name: str, default: tuple[int, int]) -> tuple[int, int]:
-    """COUNT, "COUNT" or "MIN:MAX"."""
     found = section.value(name)
-    if found is None:
-        return default
-    if not isinstance(found, (int, str)) or isinstance(found, bool):
-        raise ConfigError(f"{section.label(name)} is {shown(found)}, and must be COUNT or MIN:MAX, such as 4 or 0:16")
-    least, most = parse_replicas(str(found)) if isinstance(found, str) else (found, found)
-    if not 0 <= least <= most <= _MAX_REPLICAS or most == 0:
-        raise ConfigError(
-            f"{section.label(name)} is {shown(found)}: MIN must be at least 0, MAX at least MIN and 1, and at most "
-            f"{_MAX_REPLICAS}"
-        )
-    return least, most
+    return default if found is None else read_limits(found, section.label(name), _MAX_REPLICAS)
 
 
 def _policies(file: Section) -> tuple[str, ...]:

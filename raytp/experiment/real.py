@@ -50,10 +50,10 @@ def run_on_ray(run: Run, address: str | None, on_progress: ProgressCallback) -> 
     - `busy_gpu_seconds`: ranks of replicas that had rows to do, whether or not a step was running;
     - `tokens_per_s` of a tick: of rows that were answered, each row's spread evenly from its first token to its last.
 
-    A node that is to be lost before it has come is lost when it comes. Raises ConfigError for what cannot be done on
-    this cluster, EngineError if the engines end or a row is lost, and whatever the policy raises.
+    A node that is to be lost before it has come is lost when it comes. `check_experiment` must have passed. Raises
+    ConfigError if this process has another Ray, EngineError if the engines end or a row is lost, and whatever the
+    policy raises.
     """
-    _check(run.spec)
     with _connected(address):
         return RealRun(run, on_progress).go()
 
@@ -208,20 +208,6 @@ class _StepCount:
             if replica.engine is not None:
                 with suppress(RaytpError):  # it is about to end
                     self._counts[replica.number] = replica.engine.stats().num_steps
-
-
-def _check(spec: ExperimentSpec) -> None:
-    """Raises ConfigError."""
-    if spec.cluster.kind is ClusterKind.FAKE:
-        if spec.options.get("device", "cpu") == "cuda":
-            raise ConfigError("fake nodes have CPU cores alone: leave out device, or run on a cluster with GPUs")
-        if spec.tensor_parallel_size > spec.cluster.gpus_per_node:
-            raise ConfigError(
-                f"a replica takes {spec.tensor_parallel_size} cores of one node, and a node has "
-                f"{spec.cluster.gpus_per_node}: lower tensor_parallel_size or raise gpus_per_node"
-            )
-    elif any(isinstance(failure, LoseNode) for failure in spec.failures):
-        raise ConfigError("nodes of a real cluster are not killed: leave out lose_node, or run it on fake nodes")
 
 
 def _engine_config(spec: ExperimentSpec) -> EngineConfig:

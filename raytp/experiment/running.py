@@ -16,7 +16,9 @@ from raytp.errors import ConfigError
 from raytp.experiment.simulated import check_simulation, run_simulated
 from raytp.experiment.spec import ClusterKind, ExperimentSpec, LoseNode, Run
 from raytp.experiment.workloads import make_requests
+from raytp.model_source import resolve_model
 from raytp.simulator.results import Results
+from workers.model_config import load_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,10 @@ def check_experiment(spec: ExperimentSpec) -> None:
     kind = spec.cluster.kind
     if kind is ClusterKind.SIMULATED:
         check_simulation(spec)
+    else:
+        load_model_config(resolve_model(spec.model).path)
+    if kind is ClusterKind.FAKE and spec.options.get("device", "cpu") == "cuda":
+        raise ConfigError("fake nodes have CPU cores alone: leave out device, or run on a cluster with GPUs")
     if kind is ClusterKind.RAY and any(isinstance(failure, LoseNode) for failure in spec.failures):
         raise ConfigError(
             "failures: lose_node kills nodes, which raytp does on simulated and fake nodes alone: leave it out"

@@ -12,7 +12,7 @@ from raytp.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.1, but 1:8 is a text and not 68, 1e3 is a number, and a key that stands twice is an error."""
+    """YAML 1.1, but 1:8 and 010 are texts, not 68 and 8, 1e3 is a number, and a key that stands twice is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -28,10 +28,10 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, _DATE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     _FLOAT,
-    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"),
+    re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"),
     list("-+0123456789."),
 )
 

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 
 from raytp.outputs import RequestOutput
 from raytp.replicas.replica import Replica, State
-from raytp.scaling import Observation, RateMeter, Scaler
+from raytp.scaling import ArrivalMeter, Observation, RateMeter, Scaler, StartMeter
 
 _INTERVAL_S = 5.0
 """Rows come in clumps; a rate is taken over so long."""
-_STARTUP_S = 60.0
-"""A guess, until a replica has been started."""
 
 
 class Gauge:
@@ -22,7 +20,7 @@ class Gauge:
     def __init__(self) -> None:
         self._began_s = self._interval_s = time.monotonic()
         self._observed_s: float | None = None
-        self._tokens, self._arrivals = RateMeter(), RateMeter()
+        self._tokens, self._arrivals, self._starts = RateMeter(), ArrivalMeter(), StartMeter()
         self._num_arrived = 0
         self._num_rows = 0
         self._num_tokens = 0
@@ -30,7 +28,6 @@ class Gauge:
         """Tokens of rows that were done in the present interval, by who did them."""
         self._fresh: Counter[Replica] = Counter()
         """Those among them that were made in it, too."""
-        self._startup_s: float | None = None
         self._was_saturated = True
         self._had_ready = False
         """Whether a replica took rows when the policy was asked last."""
@@ -46,7 +43,8 @@ class Gauge:
 
     def count_start(self, replica: Replica) -> None:
         """A replica has just become ready."""
-        self._startup_s = time.monotonic() - replica.since_s
+        waited_s = replica.waited_s
+        self._starts.record(starting_s=time.monotonic() - replica.began_s - waited_s, waiting_s=waited_s)
 
     def observe(self, replicas: Sequence[Replica], num_waiting: int, num_arrived: int, scaler: Scaler) -> Observation:
         """The job at this moment.
@@ -69,14 +67,14 @@ class Gauge:
             now_s=now - self._began_s,
             rows_waiting=num_waiting + sum(replica.load for replica in replicas) - num_running,
             rows_running=num_running,
-            arrival_rows_per_s=self._arrivals.arrival_rows_per_s,
+            arrival_rows_per_s=self._arrivals.rows_per_s,
             tokens_per_row=self._num_tokens / self._num_rows if self._num_rows else None,
             tokens_per_s_per_replica=self._tokens.tokens_per_s_per_replica,
             rows_per_replica=rows_at_once,
-            startup_s=_STARTUP_S if self._startup_s is None else self._startup_s,
+            startup_s=self._starts.startup_s,
             num_ready=len(ready),
             num_pending=len(pending),
-            num_nodes_pending=sum(replica.stage[0].startswith("waiting for resources") for replica in pending),
+            num_nodes_pending=sum(replica.waits_for_room for replica in pending),
             target=scaler.target,
             seconds_since_change=scaler.seconds_since_change(now - self._began_s),
             min_replicas=scaler.min_replicas,
@@ -88,8 +86,7 @@ class Gauge:
         before_s, arrivals = self._observed_s, num_arrived - self._num_arrived
         self._observed_s, self._num_arrived = now, num_arrived
         if before_s is not None:
-            seconds = max(1e-3, now - before_s)
-            self._arrivals.record(tokens_per_s=0.0, was_saturated=False, arrivals=arrivals, interval_s=seconds)
+            self._arrivals.record(arrivals, interval_s=max(1e-3, now - before_s))
 
     def _measure(self, now: float, replicas: Sequence[Replica], rows_at_once: int) -> None:
         """Tokens are seen when their row is done: before as many rows are done as run at once, rates would mislead.
@@ -103,7 +100,7 @@ class Gauge:
         if replicas and self._num_rows >= rows_at_once:
             counts = self._seen if self._was_saturated else self._fresh
             rate = sum(counts[replica] for replica in replicas) / seconds / len(replicas)
-            self._tokens.record(tokens_per_s=rate, was_saturated=self._was_saturated, arrivals=0, interval_s=seconds)
+            self._tokens.record(tokens_per_s=rate, was_saturated=self._was_saturated, interval_s=seconds)
         self._begin_interval(now)
 
     def _begin_interval(self, now: float) -> None:

@@ -125,13 +125,12 @@ class ReplicaPool:
             self._hand_out()
             if self._has_read_all and not self._backlog and not any(replica.open for replica in self.replicas):
                 return
+            if self._backlog:
+                self._check_hope()
             self._take_events(_ASK_AGAIN_S if self._is_source_dry else _POLL_S)
             self._tick()
             finished, self._finished = self._finished, []
-            if finished:
-                yield from finished
-            else:
-                yield None
+            yield from finished or (None,)
 
     def close(self) -> None:
         """End all replicas, and wait until nothing of them is left, for a while. May be called twice."""
@@ -152,6 +151,7 @@ class ReplicaPool:
                     stage, fraction = max((replica.stage for replica in self.replicas), key=lambda stage: stage[1])
                     bar.update(f"{len(self.replicas)} replicas: {stage}", fraction)
                 self._take_events(0.2)
+                self._check_hope()
 
     def _read(self, source: Iterator[Job | None]) -> None:
         """As many rows as the replicas can have, and as many again, among which those with a home are found."""
@@ -196,15 +196,12 @@ class ReplicaPool:
         elif isinstance(event, Ended):
             self._lose(replica, event.error)
         elif isinstance(event, Ready):
-            self._gauge.count_start(replica)
             self._first = self._first or replica.engine
-            if replica.state is State.STARTING:
-                self._enter(replica, State.READY)
+            if replica.state is State.STARTING:  # it may have been told to leave in the meantime
+                self._gauge.count_start(replica)
+                replica.enter(State.READY)
         elif isinstance(event, Recovering):
             replica.recovering_since_s = time.monotonic() if event.is_recovering else None
-
-    def _enter(self, replica: Replica, state: State) -> None:
-        replica.state, replica.since_s = state, time.monotonic()
 
     def _take_output(self, replica: Replica, key: int, output: RequestOutput) -> None:
         job = replica.open.pop(key)
@@ -218,11 +215,11 @@ class ReplicaPool:
         self._finished.append((key, output))
 
     def _lose(self, replica: Replica, error: Exception | None) -> None:
-        """A replica has ended. Raises what ended the first of them if there is no other, and none can be expected."""
+        """A replica has ended: its rows are for others."""
         self.replicas.remove(replica)
         self._ending.append(replica)
         was_leaving = replica.state is State.LEAVING
-        self._enter(replica, State.ENDED)
+        replica.enter(State.ENDED)
         self._backlog.leave(replica)
         self._backlog.give_back(replica.open.values())
         num_rows = len(replica.open)
@@ -233,10 +230,13 @@ class ReplicaPool:
         if is_of_no_use or self._first is None:
             self._num_before_failure = self._num_started
             self._failures.append(error)
+        if self.replicas or self._may_start:
+            logger.warning("replica %d was lost, and others do its %d rows: %s", replica.number, num_rows, error)
+
+    def _check_hope(self) -> None:
+        """Raises what ended the first of the replicas that failed, if none is left and no other may be started."""
         if not self.replicas and not self._may_start:
             raise self._failures[0]
-        if self.replicas or self._first is not None:
-            logger.warning("replica %d was lost, and others do its %d rows: %s", replica.number, num_rows, error)
 
     @property
     def _may_start(self) -> bool:
@@ -271,7 +271,7 @@ class ReplicaPool:
             staying.append(self._add())
         staying.sort(key=lambda replica: (not replica.takes_rows, replica.state is State.STARTING, -replica.load))
         for replica in staying[target:]:
-            self._enter(replica, State.LEAVING)
+            replica.enter(State.LEAVING)
             self._backlog.leave(replica)
             replica.finish()
 

@@ -20,13 +20,13 @@ from typing import Any, Protocol, TypeAlias
 from raytp.batch_job.rows import Job
 from raytp.errors import EngineClosedError
 from raytp.outputs import EngineInfo, RequestOutput
+from raytp.scaling.window import rows_window
 from scheduler.updates import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
-_SPARE = 4
-"""One row in four that a replica can run waits at it, so that it never waits for rows."""
-_MIN_SPARE = 8
+_MAX_LEAD = 4
+"""One that is ahead of another by more than one row in four that it may have gives rows up."""
 _ASK_EVERY_S = 1.0
 _IDLE_S = 0.2
 
@@ -61,6 +61,8 @@ ProgressCallback: TypeAlias = Callable[[str, float], None]
 """Told what is being done, and which part of it is done; it raises to end a start-up."""
 Start: TypeAlias = Callable[[int, ProgressCallback], ReplicaEngine]
 """Of a replica with a number, counted from 0."""
+_WAITING = "waiting for resources"
+"""How the stage begins in which they have none."""
 _PLACED = ("starting ranks", "joining", "loading weights", "allocating the KV cache", "ready")
 """Stages of a start-up in which its ranks have a place."""
 
@@ -111,7 +113,7 @@ class State(enum.Enum):
 
 
 class Replica:
-    """`ask`, `take_back`, `finish` and `close` are called by the pool's thread, which alone sets its state."""
+    """`enter`, `ask`, `take_back`, `finish` and `close` are called by the pool's thread, which alone sets its state."""
 
     def __init__(self, number: int, start: Start, events: queue.SimpleQueue[Event]) -> None:
         """Begins to start at once."""
@@ -126,6 +128,7 @@ class Replica:
         self.began_s = time.monotonic()
         self.placed_s: float | None = None
         """When there was room for its ranks; None until then."""
+        self._waiting_since_s: float | None = None
         self.engine: ReplicaEngine | None = None
         """Set before `Ready`."""
         self.open: dict[int, Job] = {}
@@ -156,7 +159,24 @@ class Replica:
     @property
     def window(self) -> int:
         """Rows that it may have."""
-        return self.rows_at_once + max(_MIN_SPARE, self.rows_at_once // _SPARE)
+        return rows_window(self.rows_at_once)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it is starting, and there is no place for its ranks."""
+        return self.placed_s is None and self._waiting_since_s is not None
+
+    @property
+    def waited_s(self) -> float:
+        """How long there was no place for its ranks; 0 until they have one."""
+        if self.placed_s is None or self._waiting_since_s is None:
+            return 0.0
+        return self.placed_s - self._waiting_since_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has rows, and ranks to do them. One that takes no rows any more may be."""
+        return self.load > 0 and self.recovering_since_s is None
 
     @property
     def takes_rows(self) -> bool:
@@ -170,7 +190,11 @@ class Replica:
 
     def is_overloaded_beside(self, other: Replica) -> bool:
         """Whether `other` may have rows that wait for this one."""
-        return not self.has_room or self.load - other.load > self.window // _SPARE
+        return not self.has_room or self.load - other.load > self.window // _MAX_LEAD
+
+    def enter(self, state: State) -> None:
+        """Be in it from now on."""
+        self.state, self.since_s = state, time.monotonic()
 
     def ask(self, job: Job) -> None:
         """Give it a row."""
@@ -218,6 +242,7 @@ class Replica:
             return
         try:
             self.engine = engine
+            self.placed_s = self.placed_s or time.monotonic()
             self._events.put(Ready(self))
             self._feed(engine)
         except Exception as error:
@@ -230,6 +255,8 @@ class Replica:
 
     def _report(self, stage: str, fraction: float) -> None:
         self.stage = (stage, fraction)
+        if self._waiting_since_s is None and stage.startswith(_WAITING):
+            self._waiting_since_s = time.monotonic()
         if self.placed_s is None and stage in _PLACED:
             self.placed_s = time.monotonic()
         if self._is_closing:

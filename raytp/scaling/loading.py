@@ -26,7 +26,7 @@ def load_policy(text: str) -> Policy:
         raise
     except ValueError:
         raise ConfigError(f"policy {text!r}: {argument!r} is no number; a policy is {_FORMS}") from None
-    if not argument:
+    if not argument or not all(name.split(".")):
         raise ConfigError(f"policy {text!r} is not known; a policy is {_FORMS}")
     return _load_function(text, name, argument)
 
@@ -41,8 +41,8 @@ def _count(argument: str) -> int:
 def _load_function(text: str, module_name: str, function_name: str) -> Policy:
     try:
         function: Any = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"policy {text!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # the module may raise anything
+        raise ConfigError(f"policy {text!r} cannot be imported: that raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"policy {text!r} is no function: it must take an Observation and return a count of replicas")
     policy: Policy = function

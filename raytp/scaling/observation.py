@@ -13,9 +13,9 @@ class Observation:
 
     now_s: float
     rows_waiting: int
-    """Rows that no replica has taken yet."""
+    """Rows that have come and that no replica works on: a replica may hold some of them, beyond `rows_per_replica`."""
     rows_running: int
-    """Rows that replicas have taken and not finished."""
+    """Rows that replicas work on."""
     arrival_rows_per_s: float
     """Of late; 0 for a job whose rows were all there from the beginning."""
     tokens_per_row: float | None
@@ -25,13 +25,21 @@ class Observation:
     rows_per_replica: int
     """Rows that a replica works on at once."""
     startup_s: float
-    """From asking for a replica until it is ready, a new node included if one is needed."""
+    """From asking for a replica until it is ready.
+
+    A simulation knows it, and includes a new node if one is needed. Otherwise it is what was typical of the latest that
+    have started, their wait for room included up to five minutes.
+    """
     num_ready: int
     """Replicas that take rows."""
     num_pending: int
     """Replicas asked for that do not take rows yet: they wait for a place, or start."""
     num_nodes_pending: int
-    """Nodes that the cluster has been asked for and has not got yet."""
+    """Nodes that the cluster has been asked for and has not got yet.
+
+    Only a simulation knows them. Otherwise it is the replicas that wait for a place, for each of which a node may be on
+    its way, or none: Ray's autoscaler does not say, and several may fit on one node.
+    """
     target: int
     """Replicas asked for by the last decision."""
     seconds_since_change: float

@@ -19,7 +19,8 @@ _MIN_HOLD_S = 30.0
 """How long a target stays at least before it shrinks; if starting a replica takes longer, so long."""
 _SAFETY = 1.15
 """How much more work a deadline policy reckons with than it sees: rates and lengths are estimates."""
-_ROUNDING = 1e-9
+_ROUNDING = 1e-4
+"""Of a replica: less is nothing, so that an arrival rate that fades is 0 after some minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class DeadlinePolicy:
 
         rows waiting * safety <= rows per second of a replica * (ready * left + (n - ready) * (left - start-up))
 
-    where `left` ends one row's time before the deadline, for the last rows to finish.
+    where `left` ends one row's time before the deadline, for the last rows to finish. More than the rows that wait can
+    fill are never asked for, however late it is. While rows run or arrive, one replica stays.
     """
 
     finish_by_s: float
@@ -78,26 +80,32 @@ class DeadlinePolicy:
         if rate is None:
             return _first(seen)
         if seen.rows_waiting == 0:
-            return _with_hysteresis(seen, 0, 0)
+            at_least = 1 if seen.rows_running or _ceil(seen.arrival_rows_per_s / rate) else 0
+            return _with_hysteresis(seen, at_least, at_least)
         return _with_hysteresis(seen, self._least(seen, rate, _SAFETY), self._least(seen, rate, _SAFETY * _SLACK))
 
     def _least(self, seen: Observation, rate: float, safety: float) -> int:
         rows = seen.rows_waiting * safety
         left_s = self.finish_by_s - seen.now_s - seen.rows_per_replica / rate
-        if left_s <= 0:
-            return seen.max_replicas
-        rows_of_ready = rate * left_s * seen.num_ready
+        rows_of_ready = rate * max(0.0, left_s) * seen.num_ready
         if rows <= rows_of_ready:
             return max(1, _ceil(rows / (rate * left_s)))
-        left_of_new_s = left_s - seen.startup_s
-        if left_of_new_s <= 0:
-            return seen.max_replicas
-        return seen.num_ready + _ceil((rows - rows_of_ready) / (rate * left_of_new_s))
+        num_filled = -(-seen.rows_waiting // seen.rows_per_replica)
+        rows_of_each_new = rate * max(0.0, left_s - seen.startup_s)
+        if rows - rows_of_ready > num_filled * rows_of_each_new:
+            return seen.num_ready + num_filled
+        return max(1, seen.num_ready + _ceil((rows - rows_of_ready) / rows_of_each_new))
 
 
 def _first(seen: Observation) -> int:
-    """One replica, to learn from, and no fewer than there are."""
-    return max(seen.target, 1) if seen.rows_waiting or seen.rows_running else seen.target
+    """One replica, to learn from, and no fewer than there are while there are rows.
+
+    It stays so for a job with fewer rows than a replica runs at once, for which one is enough.
+    """
+    if seen.rows_waiting or seen.rows_running:
+        return max(seen.target, 1)
+    at_least = min(seen.target, 1 if _ceil(seen.arrival_rows_per_s) else 0)
+    return _with_hysteresis(seen, at_least, at_least)
 
 
 def _with_hysteresis(seen: Observation, wanted: int, wanted_with_slack: int) -> int:

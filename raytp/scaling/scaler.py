@@ -5,8 +5,11 @@ Called by whoever owns the replicas, every few seconds: `raytp.simulator.cluster
 
 from __future__ import annotations
 
+import operator
+
 from raytp.errors import ConfigError
 from raytp.scaling.observation import Observation, Policy
+from scheduler.errors import shown
 
 
 class Scaler:
@@ -29,14 +32,28 @@ class Scaler:
         return now_s - self._changed_s
 
     def decide(self, seen: Observation) -> int:
-        """The new target. Raises ConfigError if the policy answers with anything but an integer."""
-        answer = self._policy(seen)
-        if not isinstance(answer, int) or isinstance(answer, bool):
-            raise ConfigError(
-                f"the policy answered {answer!r}, which is no integer: it must return a count of replicas"
-            )
-        target = min(max(answer, self.min_replicas), self.max_replicas)
+        """The new target. Raises ConfigError if the policy raises, or answers with anything but an integer."""
+        target = min(max(self._ask(seen), self.min_replicas), self.max_replicas)
         if target != self.target:
             self.target = target
             self._changed_s = seen.now_s
         return target
+
+    def _ask(self, seen: Observation) -> int:
+        try:
+            answer = self._policy(seen)
+        except Exception as error:  # it may be anybody's code
+            raise ConfigError(f"policy {self._name()} raised {type(error).__name__}: {error}") from error
+        try:
+            if not isinstance(answer, bool):
+                return operator.index(answer)
+        except TypeError:
+            pass
+        raise ConfigError(
+            f"policy {self._name()} answered {shown(answer)}, which is no integer: it must return a count of replicas"
+        )
+
+    def _name(self) -> str:
+        """MODULE:FUNCTION, as users give it, or what it is."""
+        module, name = (getattr(self._policy, each, None) for each in ("__module__", "__qualname__"))
+        return f"{module}:{name}" if module and name else shown(self._policy)

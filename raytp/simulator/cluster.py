@@ -9,24 +9,22 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raytp.errors import ConfigError
 from raytp.scaling import Policy, Scaler
+from raytp.scaling.window import rows_window
 from raytp.simulator.delays import Delays
 from raytp.simulator.fleet import Fleet, Member, ReplicaConfig, ReplicaState
 from raytp.simulator.nodes import NodeConfig
-from raytp.simulator.replica import News
+from raytp.simulator.replica import Ending, News
 from raytp.simulator.requests import SequenceMaker, SimulatedRequest
 from raytp.simulator.results import RequestTimes, Results
 from raytp.simulator.router import Router
+from raytp.simulator.waiting import WaitingRows
 from raytp.simulator.watch import Watch
 from scheduler.errors import RequestError
-
-_EXTRA_ROWS = 1 / 8
-"""Rows that wait in a replica, of those that it runs at once, so that it need not wait for the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +54,14 @@ class Simulation:
         limits = config.replica.scheduler
         self._config = config
         self._requests = requests
-        self._times = [RequestTimes(arrival_s=one.arrival_s, output_tokens=one.output_tokens) for one in requests]
+        self._times = [RequestTimes(arrival_s=one.arrival_s, output_tokens=0) for one in requests]
         self._num_left = len(requests)
-        self._waiting: deque[int] = deque()
         self._rows_of: dict[int, set[int]] = {}
         """By replica: the requests that it has taken and not finished."""
         self._maker = SequenceMaker(limits.vocab_size)
-        self._rows_per_replica = max(limits.max_num_seqs + 1, int(limits.max_num_seqs * (1 + _EXTRA_ROWS)))
+        self._rows_per_replica = rows_window(limits.max_num_seqs)
         self._router = Router(self._rows_per_replica)
+        self._waiting = WaitingRows([one.prefix_id for one in requests], self._router)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = itertools.count()
         self._fleet = Fleet(config.replica, config.nodes, config.delays, self._call_at)
@@ -89,6 +87,7 @@ class Simulation:
             function(now_s)
             if count % 1000 == 0:
                 on_progress(1 - self._num_left / len(self._requests))
+        self._watch.note(self._end_s, len(self._waiting))
         return Results(
             requests=self._times,
             ticks=self._watch.ticks,
@@ -104,7 +103,7 @@ class Simulation:
     def _arrive(self, index: int, now_s: float) -> None:
         """All requests that arrive now; they are in order."""
         while index < len(self._requests) and self._requests[index].arrival_s <= now_s:
-            self._waiting.append(index)
+            self._waiting.add(index)
             self._watch.num_arrivals += now_s > 0  # what is there from the beginning tells nothing of a rate
             index += 1
         self._dispatch(now_s)
@@ -115,12 +114,11 @@ class Simulation:
         """Give rows to replicas while there are both."""
         touched: dict[int, Member] = {}
         while self._waiting:
-            index = self._waiting[0]
+            index = self._waiting.oldest
             member = self._router.choose(self._requests[index].prefix_id)
             if member is None:
                 break
-            self._waiting.popleft()
-            self._give(index, member, now_s)
+            self._give(self._waiting.pop(), member, now_s)
             touched[member.member_id] = member
         for member in touched.values():
             self._follow(member)
@@ -130,7 +128,7 @@ class Simulation:
         try:
             member.engine.add(self._maker.make(index, self._requests[index]), now_s)
         except RequestError as error:
-            self._finish(index, now_s, str(error))
+            self._finish(Ending(index, 0, str(error)), now_s)
             return
         self._rows_of[member.member_id].add(index)
         self._router.changed(member)
@@ -160,9 +158,9 @@ class Simulation:
         for index in news.first_tokens:
             if self._times[index].first_token_s is None:
                 self._times[index].first_token_s = now_s
-        for index, error in news.finished:
-            self._rows_of[member.member_id].discard(index)
-            self._finish(index, now_s, error)
+        for ending in news.finished:
+            self._rows_of[member.member_id].discard(ending.seq_id)
+            self._finish(ending, now_s)
         if news.finished:
             self._router.changed(member)
             self._fleet.end_if_drained(member, now_s)
@@ -171,11 +169,11 @@ class Simulation:
     def _dispatch_from(self, member: Member, now_s: float) -> None:
         """A replica has room again: rows that wait are its own, before it goes on."""
         while self._waiting and member.state is ReplicaState.READY and member.num_rows < self._rows_per_replica:
-            self._give(self._waiting.popleft(), member, now_s)
+            self._give(self._waiting.take(member), member, now_s)
 
-    def _finish(self, index: int, now_s: float, error: str | None) -> None:
-        times = self._times[index]
-        times.finish_s, times.error = now_s, error
+    def _finish(self, ending: Ending, now_s: float) -> None:
+        times = self._times[ending.seq_id]
+        times.finish_s, times.output_tokens, times.error = now_s, ending.num_output_tokens, ending.error
         self._num_left -= 1
         self._end_s = now_s
         self._watch.num_finished += 1
@@ -192,7 +190,7 @@ class Simulation:
             return
         lost = self._fleet.lose_node(node_id, now_s)
         rows = sorted(index for member in lost for index in self._rows_of.pop(member.member_id, set()))
-        self._waiting.extendleft(reversed(rows))
+        self._waiting.give_back(rows)
         self._fleet.set_target(self._watch.target, now_s)
         self._dispatch(now_s)
 
@@ -216,6 +214,6 @@ def simulate(
 ) -> Results:
     """What becomes of requests, which must be in the order of their arrival, on a cluster.
 
-    Raises ConfigError if the policy, or the cluster's limits, leave rows waiting for ever.
+    Raises ConfigError for a policy that does not answer with an integer, and whatever else the policy raises.
     """
     return Simulation(config, requests).run(on_progress)

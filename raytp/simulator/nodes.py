@@ -27,8 +27,10 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
             raise ConfigError(f"gpus_per_node={self.gpus_per_node} must be at least 1")
-        if not 0 <= self.min_nodes <= self.max_nodes:
-            raise ConfigError(f"min_nodes={self.min_nodes} must be from 0 to max_nodes={self.max_nodes}")
+        if not 0 <= self.min_nodes <= self.max_nodes or self.max_nodes < 1:
+            raise ConfigError(
+                f"min_nodes={self.min_nodes} must be from 0 to max_nodes={self.max_nodes}, which must be at least 1"
+            )
         if self.provisioning_s < 0 or self.idle_timeout_s < 0:
             raise ConfigError("provisioning_s and idle_timeout_s must be at least 0")
 

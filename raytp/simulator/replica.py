@@ -24,14 +24,23 @@ _MAX_IN_FLIGHT = 2
 """As the engine has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Of a sequence."""
+
+    seq_id: int
+    num_output_tokens: int
+    error: str | None
+    """Why it could not be served."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
     """What a replica's sequences came to at one moment."""
 
     first_tokens: list[int]
     """Ids of sequences that have their first token."""
-    finished: list[tuple[int, str | None]]
-    """Ids of sequences that have ended, with an error if they could not be served."""
+    finished: list[Ending]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class SimulatedReplica:
         self._plan: _Plan | None = None
         self._num_new = 0
         """Sequences added since the last step was scheduled."""
+        self._rows: dict[int, SimulatedSequence] = {}
+        """By id: those that have not ended."""
         self._without_token: set[int] = set()
 
     def add(self, seq: SimulatedSequence, now_s: float) -> None:
@@ -89,6 +100,7 @@ class SimulatedReplica:
         if self.next_s == math.inf:
             self._now_s = max(self._now_s, now_s)
         self.num_rows += 1
+        self._rows[seq.seq_id] = seq
         self._num_new += 1
         self._without_token.add(seq.seq_id)
 
@@ -204,7 +216,8 @@ class SimulatedReplica:
                 self._without_token.discard(update.seq_id)
                 first_tokens.append(update.seq_id)
             if update.finish_reason is not None:
-                finished.append((update.seq_id, update.error))
+                num_tokens = self._rows.pop(update.seq_id).num_output_tokens
+                finished.append(Ending(update.seq_id, num_tokens, update.error))
                 self._without_token.discard(update.seq_id)
         self.num_rows -= len(finished)
         return News(first_tokens=first_tokens, finished=finished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,6 @@ def batch(num_requests: int, prompt_tokens: int, output_tokens: int, seed: int) 
 def draw_length(rng: random.Random, mean: int) -> int:
     """Uniform from a fifth of the mean to nine fifths of it, as nano-vLLM's benchmark has them, roughly."""
     return rng.randint(max(1, mean // 5), max(1, 2 * mean - mean // 5))
-
-
-def total_output_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Of all of them."""
-    return sum(request.output_tokens for request in requests)
 
 
 def _arrivals(rng: random.Random, num_requests: int, rate: float) -> Iterator[float]:

@@ -1,6 +1,7 @@
 """Which replica takes the next row: one that has its prefix, if that is not overloaded, else the emptiest with room.
 
-Called by `raytp.simulator.cluster`. Its counts follow `changed`, which every change of a replica's rows must reach.
+Called by `raytp.simulator.cluster` and `raytp.simulator.waiting`. Its counts follow `changed`, which every change of a
+replica's rows must reach.
 """
 
 from __future__ import annotations
@@ -38,12 +39,26 @@ class Router:
         emptiest = self._emptiest()
         if emptiest is None or prefix_id is None:
             return emptiest
-        holders = self._holders.setdefault(prefix_id, {})
+        holders = self._holders.get(prefix_id, {})
         limit = min(self._rows_per_replica - 1, max(emptiest.num_rows * _OVERLOAD, emptiest.num_rows + _FEW_ROWS))
         fitting = [one for one in holders.values() if one.state is ReplicaState.READY and one.num_rows <= limit]
         chosen = min(fitting, key=lambda one: (one.num_rows, one.member_id), default=emptiest)
-        holders[chosen.member_id] = chosen
+        self.settle(chosen, prefix_id)
         return chosen
+
+    def has(self, member: Member, prefix_id: str | None) -> bool:
+        """Whether this replica has computed the prefix."""
+        return prefix_id is not None and member.member_id in self._holders.get(prefix_id, ())
+
+    def is_held(self, prefix_id: str | None) -> bool:
+        """Whether a replica that takes rows has computed the prefix."""
+        holders = self._holders.get(prefix_id, {}) if prefix_id is not None else {}
+        return any(member.state is ReplicaState.READY for member in holders.values())
+
+    def settle(self, member: Member, prefix_id: str | None) -> None:
+        """This replica computes the prefix."""
+        if prefix_id is not None:
+            self._holders.setdefault(prefix_id, {})[member.member_id] = member
 
     def _emptiest(self) -> Member | None:
         while self._heap:

@@ -11,6 +11,7 @@ import raytp.bench
 from raytp.errors import ConfigError
 from raytp.model_source import resolve_model
 from raytp.scaling import load_policy
+from raytp.simulator.capacity import make_replica
 from raytp.simulator.cluster import ClusterConfig
 from raytp.simulator.fit import fit
 from raytp.simulator.fleet import ReplicaConfig
@@ -56,19 +57,35 @@ def make_requests(
     return batch(num_requests, prompt_tokens, output_tokens, seed)
 
 
-def parse_replicas(text: str) -> tuple[int, int]:
-    """MIN and MAX from "COUNT" or "MIN:MAX". Raises ConfigError."""
-    low, colon, high = text.partition(":")
-    try:
-        return int(low), int(high if colon else low)
-    except ValueError:
-        raise ConfigError(f"replicas={text!r} must be COUNT or MIN:MAX, such as 4 or 0:16") from None
+def load_replica(
+    model: str,
+    gpu: str,
+    records: Sequence[Path],
+    tensor_parallel_size: int,
+    requests: Sequence[SimulatedRequest],
+    startup_s: float,
+) -> ReplicaConfig:
+    """An engine with its defaults on a kind of GPU; see `load_model` and `load_coefficients`. Raises RaytpError."""
+    coefficients = load_coefficients(gpu, records)
+    return make_replica(
+        load_model(model), coefficients, tensor_parallel_size, requests, startup_s, find_gpu(gpu).limits
+    )
 
 
 def make_cluster(
-    replica: ReplicaConfig, limits: tuple[int, int], policy: str, provisioning_s: float, gpus_per_node: int
+    replica: ReplicaConfig,
+    limits: tuple[int, int],
+    policy: str,
+    provisioning_s: float,
+    gpus_per_node: int | None,
+    losses_s: Sequence[float],
 ) -> ClusterConfig:
-    """As many nodes as MAX replicas need; those for MIN are there from the beginning. Raises ConfigError."""
+    """As many nodes as MAX replicas need; those for MIN are there from the beginning.
+
+    `gpus_per_node`: None is as many as a replica has. `losses_s`: when a node is lost, the first that has come first.
+    Raises ConfigError.
+    """
+    gpus_per_node = replica.num_gpus if gpus_per_node is None else gpus_per_node
     per_node = max(1, gpus_per_node // replica.num_gpus)
     low, high = limits
     nodes = NodeConfig(
@@ -77,7 +94,14 @@ def make_cluster(
         max_nodes=-(-high // per_node),
         provisioning_s=provisioning_s,
     )
-    return ClusterConfig(replica=replica, nodes=nodes, policy=load_policy(policy), min_replicas=low, max_replicas=high)
+    return ClusterConfig(
+        replica=replica,
+        nodes=nodes,
+        policy=load_policy(policy),
+        min_replicas=low,
+        max_replicas=high,
+        lost_nodes=tuple((at_s, node) for node, at_s in enumerate(sorted(losses_s))),
+    )
 
 
 def _read_records(file: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from raytp.errors import ConfigError
-from raytp.scaling import Observation, RateMeter, Scaler
+from raytp.scaling import ArrivalMeter, Observation, RateMeter, Scaler
 from raytp.scaling.meter import mean_tokens_per_row
 from raytp.simulator.fleet import Fleet, ReplicaState
 from raytp.simulator.results import Tick
-
-_MAX_STALLED = 1000
-"""Decisions in a row with rows waiting and no replica to come before the job counts as stuck."""
 
 
 class Watch:
@@ -24,25 +20,23 @@ class Watch:
         self._scaler = scaler
         self._rows_per_replica = rows_per_replica
         self._interval_s = interval_s
-        self._meter = RateMeter()
+        self._meter, self._arrivals = RateMeter(), ArrivalMeter()
         self._was_saturated = False
-        self._num_stalled = 0
+        self._noted_s = 0.0
         self._num_tokens = 0
-
-    @property
-    def target(self) -> int:
-        """Replicas that the last decision asked for."""
-        return self._scaler.target
+        self.target = 0
+        """Replicas that there should be."""
 
     def decide(self, now_s: float, num_waiting: int) -> int:
-        """Ask the policy. Raises ConfigError if it leaves rows waiting for ever."""
+        """Ask the policy. Whatever it says, there should be a replica while rows wait, as with real ones."""
         if now_s > 0:
             self._measure(now_s, num_waiting)
         self._was_saturated, self.num_arrivals = num_waiting > 0, 0
-        return self._scaler.decide(self._observe(now_s, num_waiting))
+        self.target = max(self._scaler.decide(self._observe(now_s, num_waiting)), 1 if num_waiting else 0)
+        return self.target
 
     def note(self, now_s: float, num_waiting: int) -> None:
-        """Record the moment, once the decision has been followed."""
+        """Record the moment, once the decision has been followed, or all is done."""
         fleet, num_tokens = self._fleet, self._fleet.num_output_tokens(now_s)
         tick = Tick(
             now_s=now_s,
@@ -51,18 +45,11 @@ class Watch:
             ready=fleet.count(ReplicaState.READY),
             nodes=len(fleet.nodes.live),
             rows_waiting=num_waiting,
-            rows_running=self._num_running(),
-            tokens_per_s=(num_tokens - self._num_tokens) / self._interval_s,
+            rows_running=self._num_taken(),
+            tokens_per_s=(num_tokens - self._num_tokens) / (now_s - self._noted_s) if now_s > self._noted_s else 0.0,
         )
-        self._num_tokens = num_tokens
+        self._noted_s, self._num_tokens = now_s, num_tokens
         self.ticks.append(tick)
-        can_come = fleet.count(ReplicaState.STARTING, ReplicaState.READY) or fleet.nodes.coming_s
-        self._num_stalled = 0 if can_come or not num_waiting else self._num_stalled + 1
-        if self._num_stalled > _MAX_STALLED:
-            raise ConfigError(
-                f"{num_waiting} rows wait, and no replica will come: the policy asks for {self.target}, and the "
-                f"cluster may have {fleet.nodes.config.max_nodes} nodes; raise the limits or change the policy"
-            )
 
     def _measure(self, now_s: float, num_waiting: int) -> None:
         rates = []
@@ -75,18 +62,20 @@ class Watch:
         self._meter.record(
             tokens_per_s=sum(rates) / len(rates) if rates else 0.0,
             was_saturated=self._was_saturated and num_waiting > 0,
-            arrivals=self.num_arrivals,
             interval_s=self._interval_s,
         )
+        self._arrivals.record(self.num_arrivals, self._interval_s)
 
     def _observe(self, now_s: float, num_waiting: int) -> Observation:
         fleet, scaler = self._fleet, self._scaler
+        num_taken = self._num_taken()
+        num_running = sum(min(member.num_rows, self._rows_per_replica) for member in fleet.members.values())
         return Observation(
             now_s=now_s,
-            rows_waiting=num_waiting,
-            rows_running=self._num_running(),
-            arrival_rows_per_s=self._meter.arrival_rows_per_s,
-            tokens_per_row=mean_tokens_per_row(fleet.num_output_tokens(now_s), self.num_finished),
+            rows_waiting=num_waiting + num_taken - num_running,
+            rows_running=num_running,
+            arrival_rows_per_s=self._arrivals.rows_per_s,
+            tokens_per_row=self._tokens_per_row(now_s),
             tokens_per_s_per_replica=self._meter.tokens_per_s_per_replica,
             rows_per_replica=self._rows_per_replica,
             startup_s=fleet.startup_s,
@@ -99,5 +88,11 @@ class Watch:
             max_replicas=scaler.max_replicas,
         )
 
-    def _num_running(self) -> int:
+    def _tokens_per_row(self, now_s: float) -> float | None:
+        """None until as many rows are done as run at once: all tokens over one row would be far too many."""
+        if self.num_finished < self._rows_per_replica:
+            return None
+        return mean_tokens_per_row(self._fleet.num_output_tokens(now_s), self.num_finished)
+
+    def _num_taken(self) -> int:
         return sum(member.num_rows for member in self._fleet.members.values())

@@ -6,7 +6,7 @@ import pytest
 
 from raytp.errors import ConfigError
 from raytp.replicas.crew import Crew
-from raytp.replicas.limits import Limits, read_limits
+from raytp.scaling.limits import read_limits
 
 
 def test_a_crew_in_words():
@@ -20,10 +20,10 @@ def test_a_crew_in_words():
     ("text", "limits"), [("2", (2, 2)), ("1:4", (1, 4)), (3, (3, 3)), ((1, 2), (1, 2)), ([2, 5], (2, 5))]
 )
 def test_limits_as_users_write_them(text, limits):
-    assert read_limits(text) == Limits(*limits)
+    assert read_limits(text, "replicas", 100, least=1) == limits
 
 
-@pytest.mark.parametrize("text", ["", "0", "2:1", "0:3", "1:2:3", "-1", "many", 0, True, (1,), (1, 2.0), None])
+@pytest.mark.parametrize("text", ["", "0", "2:1", "0:3", "1:2:3", "-1", "many", "1:101", 0, True, (1,), (1, 2.0), None])
 def test_limits_that_are_none(text):
     with pytest.raises(ConfigError, match="replicas"):
-        read_limits(text)
+        read_limits(text, "replicas", 100, least=1)

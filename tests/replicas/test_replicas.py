@@ -103,7 +103,7 @@ def test_a_job_of_two_replicas_by_a_policy(ray_session, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"replicas": "2:1"}, "replicas 2:1: MIN must be at least 1"),
+        ({"replicas": "2:1"}, "replicas is '2:1': MIN must be at least 1"),
         ({"replicas": 2, "engine": "qwen"}, "leave out replicas"),
         ({"policy": "queue:10"}, "give replicas too"),
         ({"replicas": 2, "policy": "often"}, "policy 'often' is not known"),
