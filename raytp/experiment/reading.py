@@ -189,8 +189,6 @@ def _policy(label: str, text: Any) -> str:
         load_policy(text)
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from None
-    except Exception as error:  # whatever a user's module raises when it is imported
-        raise ConfigError(f"{label}: the module of {text!r} raised {type(error).__name__}: {error}") from error
     return text
 
 

@@ -51,8 +51,7 @@ def run_on_ray(run: Run, address: str | None, on_progress: ProgressCallback) -> 
     - `tokens_per_s` of a tick: of rows that were answered, each row's spread evenly from its first token to its last.
 
     A node that is to be lost before it has come is lost when it comes. `check_experiment` must have passed. Raises
-    ConfigError if this process has another Ray, EngineError if the engines end or a row is lost, and whatever the
-    policy raises.
+    ConfigError if this process has another Ray or the policy raises, EngineError if the engines end or a row is lost.
     """
     with _connected(address):
         return RealRun(run, on_progress).go()
