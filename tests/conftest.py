@@ -28,6 +28,7 @@ LONGEST_FIRST = [
     "test_engine_lifecycle.py",
     "test_batch_engine.py",
     "test_autoscaler.py",
+    "test_smaller_group.py",
     "test_replicas.py",
     "test_shared_engine.py",
     "test_shared_engine_ends.py",

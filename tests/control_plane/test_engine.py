@@ -240,13 +240,6 @@ def test_forget_wakes_a_caller_that_still_waits(rig: Rig) -> None:
     assert answers == [[]]
 
 
-def test_a_caller_that_comes_back_after_forget_is_served(rig: Rig) -> None:
-    for _ in range(20):
-        rig.engine.forget("a")
-        rig.engine.submit("a", [rig.request(0, [1, 2]), rig.request(1, [])])
-        assert {update.request_id: update.finish_reason for update in rig.collect("a", 2)} == {0: "length", 1: "error"}
-
-
 def test_a_silent_caller_is_forgotten_and_told_so_if_it_comes_back() -> None:
     rig = Rig(make_config(), silence_timeout_s=0.4)
     rig.transport.before_receive = lambda: time.sleep(0.02)

@@ -118,4 +118,4 @@ def test_settings_that_contradict_one_another_are_refused_before_anything_starts
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
     code, out, errors = run(write(tmp_path / "in.jsonl", [chat_request("a", "b")]), tmp_path / "out", "--replicas", "x")
     assert (code, out) == (2, "")
-    assert errors == "error: replicas='x' must be a number, or \"MIN:MAX\"\n"
+    assert errors == "error: replicas is 'x', and must be COUNT or MIN:MAX, such as 4 or 1:16\n"

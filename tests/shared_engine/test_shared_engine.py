@@ -92,7 +92,7 @@ def test_one_prompt_from_the_command(cluster: Cluster, private_answers: list[str
     status, out, errors = cluster.raytp("generate", QUESTIONS[0], "--engine", trivia, "--temperature", 0)
     assert (status, out) == (0, private_answers[0] + "\n"), errors
     status, _, errors = cluster.raytp("generate", "x", "--engine", trivia, "-t", 2)
-    assert (status, "leave out all others" in errors) == (1, True)
+    assert (status, "leave out all others" in errors) == (2, True)
 
 
 def test_the_list_of_engines_with_their_load(cluster: Cluster, trivia: str) -> None:
@@ -154,7 +154,7 @@ def test_names_that_there_are_not(cluster: Cluster, trivia: str) -> None:
 
 def test_names_that_cannot_be_had(cluster: Cluster, trivia: str) -> None:
     status, out, errors = cluster.raytp("serve-engine", trivia, "--model", MODEL)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "there is an engine trivia already: choose another name, or end it with raytp stop trivia" in errors
     for name in ("", "-x", "a b", "a/b", "a" * 65):
         with pytest.raises(ConfigError, match="cannot be called"):
