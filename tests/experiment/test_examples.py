@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from raytp.experiment.reading import read_experiment
 from raytp.experiment.running import Outcome, run_all
-from raytp.scaling import Observation, Policy
+from raytp.scaling import Policy
+from tests.simulator import small
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "autoscaling"
@@ -33,23 +34,7 @@ def load_example() -> Policy:
 
 
 ONE_TO_SPARE = load_example()
-SEEN = Observation(
-    now_s=0.0,
-    rows_waiting=0,
-    rows_running=0,
-    arrival_rows_per_s=0.0,
-    tokens_per_row=None,
-    tokens_per_s_per_replica=None,
-    rows_per_replica=10,
-    startup_s=30.0,
-    num_ready=1,
-    num_pending=0,
-    num_nodes_pending=0,
-    target=1,
-    seconds_since_change=1000.0,
-    min_replicas=0,
-    max_replicas=100,
-)
+SEEN = replace(small.SEEN, rows_per_replica=10, startup_s=30.0, seconds_since_change=1000.0)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 60))

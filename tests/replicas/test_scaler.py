@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from raytp.errors import ConfigError
-from raytp.scaling import Observation, QueuePolicy, Scaler, load_policy
+from raytp.scaling import QueuePolicy, Scaler, load_policy
+from tests.simulator import small
 
-SEEN = Observation(
-    now_s=1.0,
+SEEN = replace(
+    small.SEEN,
     rows_waiting=3,
-    rows_running=0,
-    arrival_rows_per_s=0.0,
     tokens_per_row=None,
     tokens_per_s_per_replica=None,
-    rows_per_replica=8,
-    startup_s=60.0,
     num_ready=0,
-    num_pending=0,
-    num_nodes_pending=0,
     target=0,
-    seconds_since_change=1.0,
-    min_replicas=0,
     max_replicas=9,
 )
 

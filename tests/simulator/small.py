@@ -1,7 +1,8 @@
-"""Parts that the simulator's tests share: a small model's sizes, round coefficients, a small engine."""
+"""Parts that tests share: a small model, round coefficients, a small engine, and what a policy sees of a job at rest."""
 
 from __future__ import annotations
 
+from raytp.scaling import Observation
 from raytp.simulator.fleet import ReplicaConfig
 from raytp.simulator.hardware import ShardSizes
 from raytp.simulator.step_time import Coefficients, StepTimes
@@ -50,3 +51,22 @@ def small_replica(*, startup_s: float = 0.0, max_num_seqs: int = 16, takes_plain
     return ReplicaConfig(
         scheduler=scheduler, times=times, num_gpus=1, startup_s=startup_s, takes_plain_steps=takes_plain_steps
     )
+
+
+SEEN = Observation(
+    now_s=100.0,
+    rows_waiting=0,
+    rows_running=0,
+    arrival_rows_per_s=0.0,
+    tokens_per_row=100.0,
+    tokens_per_s_per_replica=100.0,
+    rows_per_replica=4,
+    startup_s=10.0,
+    num_ready=1,
+    num_pending=0,
+    num_nodes_pending=0,
+    target=1,
+    seconds_since_change=100.0,
+    min_replicas=0,
+    max_replicas=100,
+)

@@ -14,7 +14,7 @@ from raytp.simulator.cluster import ClusterConfig, simulate
 from raytp.simulator.nodes import NodeConfig
 from raytp.simulator.requests import SimulatedRequest, batch, poisson
 from raytp.simulator.results import Results
-from tests.simulator.small import small_replica
+from tests.simulator.small import SEEN, small_replica
 
 seconds = st.floats(0, 1e5)
 observations = st.builds(
@@ -34,23 +34,6 @@ observations = st.builds(
     seconds_since_change=seconds,
     min_replicas=st.integers(0, 20),
     max_replicas=st.integers(20, 100),
-)
-SEEN = Observation(
-    now_s=100.0,
-    rows_waiting=0,
-    rows_running=0,
-    arrival_rows_per_s=0.0,
-    tokens_per_row=100.0,
-    tokens_per_s_per_replica=100.0,
-    rows_per_replica=4,
-    startup_s=10.0,
-    num_ready=1,
-    num_pending=0,
-    num_nodes_pending=0,
-    target=1,
-    seconds_since_change=100.0,
-    min_replicas=0,
-    max_replicas=100,
 )
 policies = st.one_of(
     st.builds(FixedPolicy, st.none() | st.integers(0, 200)),
