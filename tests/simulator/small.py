@@ -1,4 +1,4 @@
-"""Parts that tests share: a small model, round coefficients, a small engine, and what a policy sees of a job at rest."""
+"""Parts that tests share: a small model, round coefficients, a small engine, what a policy sees of a job at rest."""
 
 from __future__ import annotations
 
