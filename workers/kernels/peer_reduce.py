@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from workers.kernels.overlap import can_overlap
 
 MAX_PROGRAMS = 128
 FLAG_STRIDE = 32
@@ -61,14 +64,19 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
     elements = rows[:, None] * size + columns[None, :]
-    if HAS_RESIDUAL:  # asked for before the wait, so that it is there after it
-        residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
+    if OVERLAP:
+        gdc_wait()  # the own rows are complete: only now may the peers be told
+    if HAS_RESIDUAL:  # asked for before the peers are waited for, so that it is there when they are
+        residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
     _meet_peers(flags, RANK, STRIDE)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for rank in tl.static_range(len(parts)):
@@ -101,6 +109,7 @@ def reduce_add_norm(
     out = torch.empty((num_rows, size), dtype=weight.dtype, device=weight.device)
     block = triton.next_power_of_2(size)
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows, MAX_PROGRAMS))
+    overlap = can_overlap(weight.device)
     total = residual if residual is not None else torch.empty_like(out)
     _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
         parts,
@@ -116,6 +125,8 @@ def reduce_add_norm(
         HAS_RESIDUAL=residual is not None,
         ROWS=rows_each,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=min(16, max(1, rows_each * block // 512)),
+        launch_pdl=overlap,
     )
     return out, total
