@@ -1,7 +1,7 @@
 """The layers' work on a GPU: Triton kernels that do in one pass over memory what would take several, and the choice
 between cuBLAS and our own kernel for linear layers.
 
-Each rounds where `workers.kernels.reference` rounds, which is where transformers does. Called by the layers through
+Each rounds where `workers.kernels.reference_ops` does, which is where transformers does. Called by the layers through
 `workers.kernels.ops`; imports Triton.
 """
 
@@ -18,11 +18,11 @@ from workers.kernels.gemv import fits_gemv, gemv
 from workers.kernels.overlap import can_overlap
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
     if fits_gemv(x, weight):
-        return gemv(x, weight, bias, out=out)
-    return reference_ops.linear(x, weight, bias, out)
+        return gemv(x, weight, bias)
+    return reference_ops.linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,18 +74,15 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + outputs, y, mask=outputs < num_outputs)
 
 
-def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, out: Tensor | None = None
-) -> Tensor:
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
     """x (1, K) -> x @ weight^T + bias, (1, N), in float32 before it is rounded.
 
     weight (N, K); all tensors contiguous and of one dtype, bf16 or fp16. `gated`: the rows of the weight are gates and
-    then as many ups, and the result silu(gate) * up (1, N / 2). `out`: where to put the result.
+    then as many ups, and the result silu(gate) * up (1, N / 2).
     """
     num_columns = x.shape[1]
     num_outputs = len(weight) // 2 if gated else len(weight)
-    if out is None:
-        out = x.new_empty(1, num_outputs)
+    out = x.new_empty(1, num_outputs)
     parts = max(4, triton.next_power_of_2(triton.cdiv(num_columns, _BLOCK_K)))
     block_n = max(2 if gated else 1, min(8, 64 // parts))  # a gate and its up lie in one program
     overlap = can_overlap(x.device)

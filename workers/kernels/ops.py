@@ -15,8 +15,8 @@ from torch import Tensor
 class LayerOps(Protocol):
     """Arithmetic of a decoder layer over T tokens."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x (T, K) @ weight (N, K)^T + bias: (T, N), placed in `out` if it is given."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
         ...
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

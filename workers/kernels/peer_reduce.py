@@ -1,10 +1,15 @@
-"""Sums rows over the ranks straight from each other's memory, and normalises them: one Triton kernel in place of an
+"""Sums rows over the ranks through each other's memory, and normalises them: one Triton kernel in place of an
 all-reduce and a norm.
 
-For few rows, where an all-reduce is all latency. Every rank reads every rank's rows over NVLink, and adds them in the
-order of the ranks, so that all get the same bits. A program tells its counterparts on the other ranks that its rows are
-ready and waits for theirs: each launch counts one up, and writes the count into the counterparts' flags. Called by
-`workers.layers.reduction`; imports Triton.
+For few rows, where an all-reduce is all latency. Every rank writes its rows into each peer's mailbox over NVLink, waits
+until theirs are in its own, and adds them in the order of the ranks, so that all get the same bits. The rows themselves
+say that they are there: a mailbox holds zeros until something comes, and a real zero is sent as minus zero. So a sum
+takes one trip over the link, without flags or fences (the idea of NCCL's LL protocol, and of the "Lamport" all-reduce
+of TensorRT-LLM, which has another sentinel).
+
+A row has three mailboxes, used in turn. While one fills, the one before it, all of which has been
+read, is emptied: a peer writes into that one again only after it has had this rank's next row, which is sent after this
+kernel has ended. Called by `workers.layers.reduction`; imports Triton.
 """
 
 from __future__ import annotations
@@ -17,50 +22,59 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.overlap import can_overlap
 
-MAX_PROGRAMS = 128
-FLAG_STRIDE = 32
-"""int32 elements from one flag to the next, so that each has a cache line of its own."""
+_MAX_SMALL_PROGRAMS, _MAX_PROGRAMS = 256, 128
+"""Of one row, and of several. They wait for their counterparts, so all of them must find room on a GPU at once."""
 
 
 @triton.jit
-def _meet_peers(flags, RANK: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the same program of every rank is here. A rank's flags are [program][rank], its own one its count."""
-    NUM_RANKS: tl.constexpr = len(flags)
-    program = tl.program_id(0) * NUM_RANKS * STRIDE
-    own_ptr = flags[RANK] + program
-    count = tl.load(own_ptr + RANK * STRIDE) + 1
+def _wait_for_rows(mailbox_ptr, mask):  # type: ignore[no-untyped-def]
+    """What a peer has sent, as soon as no element of it is missing."""
+    rows = tl.load(mailbox_ptr, mask=mask, other=1, volatile=True)
+    while tl.min(tl.min((rows != 0).to(tl.int32), 1), 0) == 0:
+        rows = tl.load(mailbox_ptr, mask=mask, other=1, volatile=True)
+    return rows
+
+
+@triton.jit
+def _sum_over_ranks(  # type: ignore[no-untyped-def]
+    own, mailboxes, turns, elements, mask, sender_stride, RANK: tl.constexpr, TURNS: tl.constexpr
+):
+    """The sum of all ranks' `own`, in float32. Mailboxes are [turn][sender][row]."""
+    NUM_RANKS: tl.constexpr = len(mailboxes)
+    filling = turns[:, None] * (NUM_RANKS * sender_stride) + elements
+    emptied = ((turns + TURNS - 1) % TURNS)[:, None] * (NUM_RANKS * sender_stride) + elements
+    bits = own.to(mailboxes[RANK].dtype.element_ty, bitcast=True)
+    MINUS_ZERO: tl.constexpr = -(1 << (bits.dtype.primitive_bitwidth - 1))
+    sent = tl.where(bits == 0, MINUS_ZERO, bits).to(bits.dtype)
     for rank in tl.static_range(NUM_RANKS):
         if rank != RANK:
-            tl.atomic_xchg(flags[rank] + program + RANK * STRIDE, count, sem="release", scope="sys")
+            tl.store(mailboxes[rank] + filling + RANK * sender_stride, sent, mask=mask)
+    tl.debug_barrier()  # nobody waits before all is sent, and all know the turn
+    total = tl.zeros(own.shape, tl.float32)
     for rank in tl.static_range(NUM_RANKS):
-        if rank != RANK:
-            arrived = count - 1
-            while arrived < count:
-                # By every thread, since each then reads the peer's rows; an atomic would keep the peer from writing.
-                arrived = tl.inline_asm_elementwise(
-                    "ld.acquire.sys.global.s32 $0, [$1];",
-                    "=r,l",
-                    [own_ptr + rank * STRIDE],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
-    tl.debug_barrier()  # all threads have read the old count
-    tl.store(own_ptr + RANK * STRIDE, count)
+        if rank == RANK:
+            total += own.to(tl.float32)
+        else:
+            tl.store(mailboxes[RANK] + emptied + rank * sender_stride, tl.zeros_like(sent), mask=mask)
+            received = _wait_for_rows(mailboxes[RANK] + filling + rank * sender_stride, mask)
+            total += received.to(own.dtype, bitcast=True).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
-    parts,
-    flags,
+    x_ptr,
+    mailboxes,
+    turns_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     num_rows,
+    max_rows,
     size,
     eps,
     RANK: tl.constexpr,
-    STRIDE: tl.constexpr,
+    TURNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,14 +88,13 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     elements = rows[:, None] * size + columns[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < size, other=0.0)[None, :]
     if OVERLAP:
-        gdc_wait()  # the own rows are complete: only now may the peers be told
+        gdc_wait()
+    turns = tl.load(turns_ptr + rows, mask=rows < num_rows, other=0)
+    own = tl.load(x_ptr + elements, mask=mask, other=0.0)
     if HAS_RESIDUAL:  # asked for before the peers are waited for, so that it is there when they are
         residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
-    _meet_peers(flags, RANK, STRIDE)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for rank in tl.static_range(len(parts)):
-        # Past the L1 cache, which knows nothing of what other GPUs write.
-        total += tl.load(parts[rank] + elements, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    total = _sum_over_ranks(own, mailboxes, turns, elements, mask, max_rows * size, RANK, TURNS)
+    tl.store(turns_ptr + rows, (turns + 1) % TURNS, mask=rows < num_rows)
     x = total.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         x = x + residual
@@ -92,41 +105,46 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def reduce_add_norm(
-    parts: tuple[Tensor, ...],
-    flags: tuple[Tensor, ...],
+    x: Tensor,
+    mailboxes: tuple[Tensor, ...],
+    turns: Tensor,
     rank: int,
-    num_rows: int,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Of the sum over ranks of their rows, plus the residual: (the norm, the sum), each (num_rows, size).
+    """Of the sum of the ranks' x (T, size), plus the residual: (the norm, the sum), each (T, size).
 
-    parts: each rank's rows (num_rows or more, size), in memory that all ranks reach, like flags: of each rank
-    MAX_PROGRAMS * R * FLAG_STRIDE int32, zero at first. The sum takes the residual's place.
+    All tensors contiguous. mailboxes: each rank's, (3, R, T or more rows, size) integers of as many bits as x's, in
+    memory that all ranks reach; turns: this rank's own, one int32 a row. All of them zero at first. The sum takes the
+    residual's place.
     """
-    size = len(weight)
-    out = torch.empty((num_rows, size), dtype=weight.dtype, device=weight.device)
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    rows_each = triton.next_power_of_2(triton.cdiv(num_rows, MAX_PROGRAMS))
-    overlap = can_overlap(weight.device)
-    total = residual if residual is not None else torch.empty_like(out)
+    rows_each = 1
+    if num_rows > _MAX_SMALL_PROGRAMS:
+        rows_each = triton.next_power_of_2(triton.cdiv(num_rows, _MAX_PROGRAMS))
+    overlap = can_overlap(x.device)
+    total = residual if residual is not None else torch.empty_like(x)
     _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
-        parts,
-        flags,
+        x,
+        mailboxes,
+        turns,
         total,
         weight,
         out,
         num_rows,
+        mailboxes[rank].shape[2],
         size,
         eps,
         RANK=rank,
-        STRIDE=FLAG_STRIDE,
+        TURNS=mailboxes[rank].shape[0],
         HAS_RESIDUAL=residual is not None,
         ROWS=rows_each,
         BLOCK=block,
         OVERLAP=overlap,
-        num_warps=min(16, max(1, rows_each * block // 512)),
+        num_warps=min(16, max(1, rows_each * block // 256)),  # 16 bytes a thread
         launch_pdl=overlap,
     )
     return out, total

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from workers.kernels.ops import LayerOps
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
-from workers.layers.reduction import AFTER_EMBEDDING, Reduction
 from workers.parallel import TensorParallel
 from workers.shard_plan import Span
 
@@ -18,23 +17,21 @@ class VocabParallelEmbedding(nn.Module):
     """Each rank looks up the ids it holds, and has zeros for the others: (T,) -> partial sums of (T, hidden)."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, span: Span, reduction: Reduction, new_parameter: ParameterFactory
+        self, vocab_size: int, hidden_size: int, span: Span, tp: TensorParallel, new_parameter: ParameterFactory
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.span = span
-        self.reduction = reduction
+        self.tp = tp
         self.weight = vocab_weight(vocab_size, hidden_size, span, new_parameter)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        if self.reduction.tp.world_size == 1:
+        if self.tp.world_size == 1:
             return F.embedding(input_ids, self.weight)
         local_ids = input_ids - self.span.start
         is_elsewhere = (local_ids < 0) | (local_ids >= self.span.size)
         rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
-        rows = rows.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-        out = self.reduction.place_for(AFTER_EMBEDDING, len(rows))
-        return rows if out is None else out.copy_(rows)
+        return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         yield vocab_slice(f"{name}.weight", self.vocab_size, self.span, self.weight)

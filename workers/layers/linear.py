@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workers.kernels.ops import LayerOps
 from workers.layers.parameter import CheckpointSlice, ParameterFactory
-from workers.layers.reduction import Reduction
+from workers.parallel import TensorParallel
 from workers.shard_plan import RankShard, Span
 
 
@@ -117,24 +117,21 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         span: Span,
         bias: bool,
-        reduction: Reduction,
-        place: int,
+        tp: TensorParallel,
         ops: LayerOps,
         new_parameter: ParameterFactory,
     ) -> None:
-        """`place`: of `workers.layers.reduction`, where the sum will be taken."""
         super().__init__()
         self.in_features = in_features
         self.span = span
-        self.reduction = reduction
-        self.place = place
+        self.tp = tp
         self.ops = ops
         self.weight = new_parameter(out_features, span.size)
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias if self.reduction.tp.rank == 0 else None  # added once, before the sum
-        return self.ops.linear(x, self.weight, bias, out=self.reduction.place_for(self.place, x.shape[0]))
+        bias = self.bias if self.tp.rank == 0 else None  # added once, before the sum
+        return self.ops.linear(x, self.weight, bias)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         shape = (self.weight.shape[0], self.in_features)

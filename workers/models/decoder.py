@@ -25,7 +25,7 @@ from workers.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from workers.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.parameter import CheckpointModule, CheckpointSlice, ParameterFactory
-from workers.layers.reduction import AFTER_ATTENTION, AFTER_MLP, Reduction
+from workers.layers.reduction import Reduction
 from workers.layers.rotary import RotaryEmbedding
 from workers.model_config import ModelConfig
 from workers.parallel import TensorParallel
@@ -42,6 +42,11 @@ class ShardContext:
     ops: LayerOps
     reduction: Reduction
     new_parameter: ParameterFactory
+
+    @property
+    def tp(self) -> TensorParallel:
+        """The ranks."""
+        return self.reduction.tp
 
     def new_norm(self, size: int) -> RMSNorm:
         """A norm over `size` features."""
@@ -61,9 +66,7 @@ class SelfAttention(nn.Module):
         )
         inputs = Span(shard.q_heads.start * head_dim, shard.q_heads.size * head_dim)
         has_bias = config.attention_output_bias
-        self.o_proj = RowParallelLinear(
-            heads * head_dim, hidden, inputs, has_bias, context.reduction, AFTER_ATTENTION, ops, new_parameter
-        )
+        self.o_proj = RowParallelLinear(heads * head_dim, hidden, inputs, has_bias, context.tp, ops, new_parameter)
         self.qk_weights: tuple[nn.Parameter, nn.Parameter] | None = None
         if config.qk_norm:
             self.q_norm, self.k_norm = context.new_norm(head_dim), context.new_norm(head_dim)
@@ -95,9 +98,7 @@ class MLP(nn.Module):
         hidden, columns, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names, span = ("gate_proj", "up_proj"), context.shard.intermediate
         self.gate_up_proj = GatedColumnParallelLinear(hidden, columns, names, span, bias, ops, new_parameter)
-        self.down_proj = RowParallelLinear(
-            columns, hidden, span, bias, context.reduction, AFTER_MLP, ops, new_parameter
-        )
+        self.down_proj = RowParallelLinear(columns, hidden, span, bias, context.tp, ops, new_parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj(x))
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
         config, new_parameter = context.config, context.new_parameter
         self.reduction = context.reduction
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, context.shard.vocab, context.reduction, new_parameter
+            config.vocab_size, config.hidden_size, context.shard.vocab, context.tp, new_parameter
         )
         self.layers = nn.ModuleList(DecoderLayer(context) for _ in range(config.num_hidden_layers))
         self.norm = context.new_norm(config.hidden_size)
