@@ -1,8 +1,8 @@
 """Turns a step into the tensors that the model runs on, with array operations only.
 
 Owns the slots' state on the device: their block tables and their last sampled tokens. Everything a step brings is
-packed into one int32 buffer and copied once. Called by `workers.model_runner` and `workers.decode_graph`; knows nothing
-of the model.
+packed into one int32 buffer and copied once. Called by `workers.model_runner` and `workers.decode_graph`, and for
+`to_device` by the sampler; knows nothing of the model.
 """
 
 from __future__ import annotations

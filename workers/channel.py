@@ -3,7 +3,8 @@
 Python's `multiprocessing.connection` gives the length framing and the HMAC challenge in both directions; the key is
 made for one engine and handed over by Ray. The driver listens on a Unix socket for ranks of its own node and on TCP, on
 the node's own address, for the others. Until a peer has proved that it has the key, every wait on it is bounded; what
-it sends is never unpickled. Called by `raytp.transport` and `workers.worker`; knows nothing of what frames mean.
+it sends is never unpickled. Called by `raytp.rank_group`, `raytp.transport` and `workers.worker`; knows no frame but
+the hello.
 """
 
 from __future__ import annotations

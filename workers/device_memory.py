@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from workers.decode_graph import DecodeGraphs
 
 
+def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
+    """Lengths of prompts that fill a step with as many tokens as it can have."""
+    num_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    num_longest, rest = divmod(num_tokens, max_model_len)
+    return [max_model_len] * num_longest + ([rest] if rest else [])
+
+
 def measure_step_bytes(device: torch.device, run_largest_step: Callable[[], None]) -> int:
     """What the largest step needs at its peak, beyond what is resident."""
     run_largest_step()  # libraries make their work spaces at first use, and keep them

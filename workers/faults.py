@@ -6,6 +6,7 @@ A rank that reaches a named point kills or stops itself, raises, is late, or dam
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ class Fault:
             raise ConfigError(f"point={self.point!r} is no point to have a fault at: choose one of {', '.join(POINTS)}")
         if self.rank < 0 or self.nth < 1:
             raise ConfigError(f"rank={self.rank} must be at least 0, and nth={self.nth} at least 1")
+        if not 0 <= self.seconds < math.inf:
+            raise ConfigError(f"seconds={self.seconds} must be at least 0 and finite")
         if self.always and (self.kind != "delay" or (self.nth, self.epoch) != (1, 0)):
             raise ConfigError("always is for a delay, and leaves nothing to nth and epoch: leave them out")
         if (self.kind == "corrupt") != (self.point == "frame"):

@@ -5,7 +5,7 @@ A frame is the xxh3-64 digest of its payload (8 bytes, big-endian), then the pay
 A frame that is damaged, of another version or epoch, or out of turn is a `FrameError`, never a guess. There is no size
 limit, and nothing is ever unpickled.
 
-Called by `raytp.transport` and `workers.worker`. Knows nothing of sockets.
+Called by both transports of `raytp`, by `workers.channel` and by `workers.worker`. Knows nothing of sockets.
 """
 
 from __future__ import annotations

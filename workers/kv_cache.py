@@ -36,11 +36,6 @@ class KVCache:
             data.zero_()  # a kernel that loads whole blocks multiplies unused slots by zero, which keeps a NaN
         return cls(data)
 
-    @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What one block takes in all layers together."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """The layer's (k_cache, v_cache), each (N, P, K, D)."""
         return self._layers[index]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scheduler.step import IntArray
+from workers.batch import to_device
 
 UNPENALISED_ROW = 0
 """The row of `SeenTokens` of every sequence without penalties; what it holds has no effect."""
@@ -66,7 +67,7 @@ class SeenTokens:
                 target[row] = 0
                 continue
             counts = np.bincount(tokens[tokens < self.num_ids], minlength=self.num_ids)
-            target[row] = torch.from_numpy(counts).to(target.device, target.dtype)
+            target[row] = to_device(counts, target.device)
         return row
 
     def give_back_row(self, row: int) -> None:

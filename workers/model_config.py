@@ -1,8 +1,8 @@
 """What a checkpoint's config.json and generation_config.json say, checked and in one form.
 
 Reads the JSON files directly: importing transformers takes seconds in each rank. Needs no torch, so that the control
-plane can call it too. Called by `raytp info`, by the engine at start-up and by each worker; `workers.models` is built
-from the result.
+plane can call it too. Called by each worker, by the engine at start-up, and by what only counts: `raytp info`, the
+benchmark and the simulator. `workers.models` is built from the result.
 """
 
 from __future__ import annotations

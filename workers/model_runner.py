@@ -1,7 +1,7 @@
-"""Runs steps on one rank: the model shard, its KV-cache pool, the slots' state and, on rank 0, the sampler.
+"""Runs steps on one rank: the model shard, its KV-cache pool, the slots' state and the sampler.
 
-Start-up order: model shard, sampler, warm-up (which measures what a step needs), KV pool. Called by `workers.worker`,
-from one thread; knows nothing of frames or connections.
+Start-up order: model shard, sampler, warm-up (which measures what a step needs), KV pool, CUDA graphs. Called by
+`workers.worker`, from one thread; knows nothing of frames or connections.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from torch import Tensor
 from scheduler.step import IntArray, Step, StepResult
 from workers.batch import SlotState, to_device
 from workers.config import LoadReport, WorkerConfig
-from workers.device_memory import every_filter, measure_graph_bytes, measure_step_bytes, num_fitting_blocks
+from workers.device_memory import (
+    every_filter,
+    largest_step,
+    measure_graph_bytes,
+    measure_step_bytes,
+    num_fitting_blocks,
+)
 from workers.errors import KVCacheMemoryError
 from workers.host_memory import peak_resident_bytes, resident_bytes
 from workers.kernels.attention import select_backend
 from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
-from workers.model_config import load_model_config
+from workers.model_config import kv_bytes_per_token, load_model_config
 from workers.models.decoder import CausalLM
 from workers.parallel import TensorParallel
 from workers.parallel_sampler import ParallelSampler
@@ -92,6 +98,7 @@ class ModelRunner:
         host_bytes = resident_bytes()
         if config.load_format == "dummy":
             randomize_weights(self._model, seed=0)
+            on_progress(1.0)
         else:
             load_weights(self._model, Path(config.model_path), on_progress)
         peak_host_bytes = max(0, peak_resident_bytes() - host_bytes)
@@ -127,7 +134,14 @@ class ModelRunner:
             ) from error
         if self._uses_graphs:
             self._graphs = self._new_graphs(self._kv_cache)
-            self._graphs.capture(self._graphs.sizes, on_progress)
+            try:
+                self._graphs.capture(self._graphs.sizes, on_progress)
+            except torch.OutOfMemoryError as error:
+                raise KVCacheMemoryError(
+                    f"rank {self._tp.rank}: CUDA graphs for up to {self._config.max_num_seqs} sequences do not fit "
+                    f"beside a KV cache of {num_kv_blocks} blocks: lower memory_fraction, num_kv_blocks or "
+                    f"max_num_seqs ({error})"
+                ) from error
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutcome | None:
@@ -156,8 +170,11 @@ class ModelRunner:
         if len(slots) == 0:
             return hidden[:0], torch.empty(0, dtype=torch.int64, device=self._device)
         logits = self._model.compute_logits(hidden[batch.last_token_indices])
+        return logits, self._draw(logits, slots, positions)
+
+    def _draw(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
         temperature, keys = self._sampler.plain_inputs(slots, positions)
-        return logits, self._sampler.draw(logits, to_device(temperature, self._device), to_device(keys, self._device))
+        return self._sampler.draw(logits, to_device(temperature, self._device), to_device(keys, self._device))
 
     def _new_sampler(self) -> ParallelSampler:
         vocab_size = self._model_config.vocab_size
@@ -173,13 +190,8 @@ class ModelRunner:
         return self._device.type == "cuda" and self._backend.fits_graph and not self._config.enforce_eager
 
     def _bytes_per_block(self) -> int:
-        return KVCache.bytes_per_block(
-            num_layers=self._model_config.num_hidden_layers,
-            block_size=self._config.block_size,
-            num_kv_heads=self._shard.kv_heads.size,
-            head_dim=self._model_config.head_dim,
-            dtype=self._dtype,
-        )
+        num_kv_heads = self._shard.kv_heads.size
+        return self._config.block_size * kv_bytes_per_token(self._model_config, num_kv_heads, self._dtype.itemsize)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
         return KVCache.allocate(
@@ -213,9 +225,10 @@ class ModelRunner:
 
     def _run_largest_step(self, kv_cache: KVCache) -> None:
         """The most tokens and the most logits that a step can have, on a pool of one block."""
-        longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        hidden = self._run_empty_step([longest] * (self._config.max_num_batched_tokens // longest), kv_cache)
-        logits = self._model.compute_logits(hidden[: self._config.max_num_seqs])
+        config = self._config
+        lengths = largest_step(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+        hidden = self._run_empty_step(lengths, kv_cache)
+        logits = self._model.compute_logits(hidden[: config.max_num_seqs])
         rows = np.arange(len(logits), dtype=np.int32)
         sampler = self._new_sampler()  # its own, since it keeps what it needs for the settings that it has seen
         sampler.take_slots([every_filter(slot) for slot in rows.tolist()])
@@ -224,10 +237,11 @@ class ModelRunner:
 
     def _warm_up(self, kv_cache: KVCache) -> None:
         """Steps of every kind, so that no kernel needs to be compiled when requests come."""
+        slot, position = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
         for lengths in ([1], [1, 1], [2, 1, 1], [max(1, self._config.max_model_len - 1)]):
             if sum(lengths) <= self._config.max_num_batched_tokens:
                 hidden = self._run_empty_step(lengths, kv_cache)
-                self._model.compute_logits(hidden[:1])
+                self._draw(self._model.compute_logits(hidden[:1]), slot, position)
 
     def _run_empty_step(self, q_lens: list[int], kv_cache: KVCache) -> Tensor:
         """Prompts of these lengths, whose tokens mean nothing and whose keys are not kept: (T, hidden)."""

@@ -1,7 +1,7 @@
 """The ranks' collectives and how the ranks find each other: the one home of torch.distributed.
 
 A `TensorParallel` of one rank does nothing and needs no process group. Called by the layers that sum or gather over
-ranks, and by the worker at start-up. Knows nothing of models, of Ray or of how ranks are placed.
+ranks, by the sampler, and by the worker at start-up. Knows nothing of models, of Ray or of how ranks are placed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TensorParallel:
             group = cls(rank, world_size, device, store)
             group.min_int(0)  # NCCL connects with the first collective: let it fail here if it must
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             kind = RendezvousTimeoutError if time.monotonic() >= deadline else RendezvousError
             raise kind(
                 f"{here} did not meet rank 0 at {host}:{port} and the other {world_size - 1} ranks within "

@@ -2,7 +2,8 @@
 
 Plain rows are drawn by `workers.candidates`: every rank offers its best, and no logits travel. Rows that need all their
 logits have them gathered on rank 0, where `workers.sampler` samples them, and the ids are sent round. Every rank knows
-every slot's settings, so all agree on which rows are which. Called by `workers.model_runner`.
+every slot's settings, so all agree on which rows are which. Called by `workers.model_runner` and
+`workers.decode_graph`.
 
 Shapes: N rows that sample in a step, K of them not plain.
 """

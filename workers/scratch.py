@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 
 _PREFIX = "raytp-"
-_LOCK_NAME = "lock"
+_LOCK_NAME = "raytp.lock"
+"""No folder of anybody else's has such a file."""
 _MIN_AGE_S = 60.0
 """A folder this young may not have its lock yet."""
-NAME_LENGTH = len(f"{_PREFIX}01234567")
-"""As `tempfile.mkdtemp` makes names."""
+_NAMES = f"{_PREFIX}????????"
+"""As `tempfile.mkdtemp` makes them."""
+NAME_LENGTH = len(_NAMES)
 
 
 class ScratchFolder:
@@ -30,12 +32,13 @@ class ScratchFolder:
         parent = tempfile.gettempdir() if parent is None else parent
         _remove_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = -1
         try:
             self._lock = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.path.rmdir()
+            self.close()
             raise
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Remove it, and all that is in it. May be called twice."""
@@ -46,7 +49,7 @@ class ScratchFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    for lock in parent.glob(f"{_PREFIX}*/{_LOCK_NAME}"):
+    for lock in parent.glob(f"{_NAMES}/{_LOCK_NAME}"):
         with contextlib.suppress(OSError):  # another user's, or one that is at work, or that goes just now
             if time.time() - lock.stat().st_mtime > _MIN_AGE_S:
                 _remove_if_unlocked(lock)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgpack
 
-from tests.control_plane.test_channel import EPOCH, result_frame
-from tests.control_plane.test_frames import a_step, sealed
+from tests.control_plane.connections import EPOCH, result_frame
+from tests.control_plane.example_frames import a_step, sealed
 from workers.frames import (
     ERROR,
     HEARTBEAT,

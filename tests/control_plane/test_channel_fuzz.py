@@ -26,9 +26,9 @@ import pytest
 from raytp.errors import ChannelError, FrameError, RankFailedError, StepTimeoutError
 from raytp.transport import SocketTransport
 from scheduler.step import Step, StepResult
+from tests.control_plane.connections import EPOCH, KEY, address_of, connect_raw, listening, result_frame
 from tests.control_plane.damage import FRAMES, HUGE, broken_stream, mutated, prefixed, strange_payload
-from tests.control_plane.test_channel import EPOCH, KEY, address_of, connect_raw, listening, result_frame
-from tests.control_plane.test_frames import a_step
+from tests.control_plane.example_frames import a_step
 from workers import channel
 from workers.channel import ChannelAddress, connect, set_timeouts
 from workers.frames import (

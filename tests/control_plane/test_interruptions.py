@@ -18,7 +18,8 @@ from raytp.errors import EngineClosedError, EngineError
 from raytp.outputs import Request
 from raytp.request_stream import Job, RequestStream, RunningCalls
 from scheduler.sampling_params import ResolvedSampling
-from tests.control_plane.test_engine import Rig, make_config
+from tests.control_plane.fake_model import make_config
+from tests.control_plane.rig import Rig
 
 
 def test_what_arrives_after_its_caller_s_goodbye_is_not_done() -> None:

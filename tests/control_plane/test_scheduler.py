@@ -1,18 +1,16 @@
-"""Admission, ends, sharing inside one step, aborts, preemption: each against the fake ranks' tokens."""
+"""Admission, ends, sharing inside one step, preemption: each against the fake ranks' tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from scheduler.errors import ConfigError, RequestError
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from scheduler.step import Step, StepLogprobs, StepResult
+from scheduler.step import StepLogprobs, StepResult
 from tests.control_plane.fake_model import Harness, expected_tokens, make_config, make_sequence, run_all
-from workers.batch import SlotState
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 
@@ -203,75 +201,6 @@ def test_the_youngest_is_preempted_and_goes_to_the_head_of_the_queue() -> None:
         harness.assert_as_expected(seq_id)
 
 
-def test_abort_while_waiting() -> None:
-    harness = Harness(make_config(max_num_seqs=1))
-    harness.add(make_sequence(0, PROMPT))
-    harness.add(make_sequence(1, PROMPT))
-    harness.advance(2)
-    harness.abort(1)
-    harness.run()
-    harness.assert_as_expected(0)
-    assert (harness.stories[1].token_ids, harness.stories[1].finish_reason) == ([], "abort")
-
-
-def test_abort_while_the_prompt_is_being_computed_in_chunks() -> None:
-    harness = Harness(make_config(max_num_batched_tokens=4))
-    harness.add(make_sequence(0, PROMPT))
-    harness.add(make_sequence(1, PROMPT))
-    harness.schedule()
-    harness.abort(0)
-    assert harness.scheduler.stats().num_free_blocks == 64
-    harness.run()
-    harness.assert_as_expected(1)
-    assert harness.stories[1].num_cached_tokens == 4, "its first chunk had been sent, so it may be shared"
-
-
-@pytest.mark.parametrize("turns", [1, 2, 3, 4])
-def test_abort_while_a_step_is_in_flight(turns: int) -> None:
-    harness = Harness(make_config())
-    harness.add(make_sequence(0, PROMPT))
-    harness.add(make_sequence(1, PROMPT[::-1]))
-    for _ in range(turns):
-        harness.advance(2)
-    assert harness.scheduler.num_in_flight == 1
-    harness.abort(0)
-    harness.add(make_sequence(2, [3, 4, 5]))  # takes its slot and its blocks at once
-    harness.run()
-    harness.assert_as_expected(1)
-    harness.assert_as_expected(2)
-    plain, _ = expected_tokens(PROMPT, harness.sequences[0].sampling, harness.config)
-    assert harness.stories[0].token_ids == plain[: turns - 1]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_abort_of_a_sequence_that_shares_its_prefix(victim: int) -> None:
-    harness = Harness(make_config(num_kv_blocks=8))
-    for seq_id in range(2):
-        harness.add(make_sequence(seq_id, PROMPT, max_tokens=12))
-    harness.advance(2)
-    assert harness.sequences[0].block_table[:2] == harness.sequences[1].block_table[:2]
-    harness.abort(victim)
-    harness.abort(victim)  # a second time does nothing
-    harness.abort(99)  # and neither does an id that nobody has
-    harness.add(make_sequence(2, [30] * 10, max_tokens=12))
-    harness.run()
-    harness.assert_as_expected(1 - victim)
-    harness.assert_as_expected(2)
-    assert harness.stories[victim].finish_reason == "abort"
-
-
-def test_abort_while_preempted_with_its_token_still_on_the_way() -> None:
-    harness = Harness(make_config(num_kv_blocks=4, block_size=4, enable_prefix_caching=False))
-    for seq_id in range(2):
-        harness.add(make_sequence(seq_id, [seq_id] * 7, max_tokens=8))
-    while harness.scheduler.stats().num_preemptions == 0:
-        harness.advance(2)
-    (preempted,) = harness.scheduler.waiting
-    harness.abort(preempted.seq_id)
-    harness.run()
-    harness.assert_as_expected(1 - preempted.seq_id)
-
-
 def test_the_same_tokens_whatever_the_limits() -> None:
     prompts = [[i % 5] * (i % 9) + PROMPT[: i % 7 + 1] for i in range(12)]
     base = make_config()
@@ -303,51 +232,6 @@ def test_blocks_kept_for_the_head_of_the_queue_are_not_taken_by_those_behind() -
     assert list(harness.scheduler.running) == [0]
     assert [seq.seq_id for seq in harness.scheduler.waiting] == [1, 2]
     harness.run(1)
-
-
-def _inputs_by_hand(
-    step: Step, tables: dict[int, list[int]], last: dict[int, int], block_size: int
-) -> dict[str, list[int]]:
-    inputs: dict[str, list[int]] = {"input_ids": [], "positions": [], "slot_mapping": []}
-    offset = 0
-    for slot, count, seq_len in zip(step.slots, step.num_scheduled_tokens, step.seq_lens, strict=True):
-        for position in range(seq_len - count, seq_len):
-            token_id = int(step.token_ids[offset])
-            inputs["input_ids"].append(last[slot] if token_id == -1 else token_id)
-            inputs["positions"].append(position)
-            inputs["slot_mapping"].append(tables[slot][position // block_size] * block_size + position % block_size)
-            offset += 1
-    return inputs
-
-
-def test_the_ranks_lay_out_steps_as_the_fake_does() -> None:
-    """Every step of a run with preemptions, through `workers.batch` itself."""
-    config = make_config(num_kv_blocks=7, block_size=3, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=32)
-    sequences = [make_sequence(i, [i % 3] * (1 + i % 8), max_tokens=9) for i in range(8)]
-    harness = run_all(sequences, config)
-    assert harness.scheduler.stats().num_preemptions > 2
-    state = SlotState(config.max_num_seqs, config.max_model_len, config.block_size, torch.device("cpu"))
-    tables: dict[int, list[int]] = {slot: [] for slot in range(config.max_num_seqs)}
-    last: dict[int, int] = {}
-    rng = np.random.default_rng(0)
-    for step in harness.steps:
-        offset = 0
-        for slot, start, count in zip(step.block_slots, step.block_starts, step.block_counts, strict=True):
-            tables[slot][start:] = step.block_ids[offset : offset + count].tolist()
-            offset += count
-        batch = state.prepare(step)
-        by_hand = _inputs_by_hand(step, tables, last, config.block_size)
-        assert batch.input_ids.tolist() == by_hand["input_ids"]
-        assert batch.positions.tolist() == by_hand["positions"]
-        assert batch.metadata.slot_mapping.tolist() == by_hand["slot_mapping"]
-        assert batch.metadata.seq_lens.tolist() == step.seq_lens.tolist()
-        for row, slot in enumerate(step.slots):
-            num_blocks = -(-int(step.seq_lens[row]) // config.block_size)
-            assert batch.metadata.block_tables[row, :num_blocks].tolist() == tables[slot][:num_blocks]
-        sampled = rng.integers(0, 50, int(step.samples.sum()))
-        sampled_slots = step.slots[step.samples.astype(bool)]
-        state.remember(sampled_slots, torch.from_numpy(sampled))
-        last |= dict(zip(sampled_slots.tolist(), sampled.tolist(), strict=True))
 
 
 def test_each_sequence_gets_as_many_log_probabilities_as_it_asked_for() -> None:

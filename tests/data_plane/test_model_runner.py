@@ -22,6 +22,7 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.updates import SequenceUpdate
 from workers.config import WorkerConfig
+from workers.device_memory import largest_step
 from workers.model_runner import ModelRunner, StepOutcome
 from workers.parallel import TensorParallel
 
@@ -119,6 +120,28 @@ def assert_knows_the_answers(config: WorkerConfig, num_questions: int) -> None:
 
 def test_the_default_backend_knows_the_answers() -> None:
     assert_knows_the_answers(CONFIG, 271 if ON_GPU else 40)
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        ((8192, 256, 4096), [4096, 4096]),
+        ((8192, 256, 5000), [5000, 3192]),
+        ((8192, 256, 40960), [8192]),
+        ((8192, 3, 1000), [1000, 1000, 1000]),
+        ((1, 1, 1), [1]),
+    ],
+)
+def test_the_step_that_memory_is_kept_for_is_the_largest_that_can_be(
+    limits: tuple[int, int, int], lengths: list[int]
+) -> None:
+    assert largest_step(*limits) == lengths
+
+
+def test_loading_is_done_also_where_there_is_nothing_to_read() -> None:
+    seen: list[float] = []
+    ModelRunner(replace(CONFIG, load_format="dummy"), TensorParallel.single(), DEVICE).load(seen.append)
+    assert seen == [1.0]
 
 
 @pytest.mark.gpu

@@ -130,4 +130,4 @@ def test_the_store_listens_on_its_host_alone() -> None:
     store, port = create_store(_HOST, 2, 5.0)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=1)
-    assert store.num_keys() >= 0
+    del store  # it has listened until here

@@ -74,12 +74,7 @@ def _run_rank(rank: int, ports: Any) -> None:
         device=device,
     )
     with torch.inference_mode():
-        for size, dtype in (
-            (1024, torch.bfloat16),
-            (4096, torch.bfloat16),
-            (896, torch.float16),
-            (1001, torch.float32),
-        ):
+        for size, dtype in _SHAPES:
             _check_sums(tp, device, size, dtype)
     tp.close()
 

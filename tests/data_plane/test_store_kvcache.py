@@ -5,8 +5,7 @@ The Triton kernel runs compiled where there is a GPU, and in Triton's interprete
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 import pytest
@@ -23,14 +22,12 @@ _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module", params=["triton", "torch"])
-def store(request: pytest.FixtureRequest) -> Iterator[StoreKVCache]:
+def store(request: pytest.FixtureRequest) -> StoreKVCache:
     if request.param == "torch":
-        yield store_kvcache_torch
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        if _DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")  # must be set when the kernel is defined
-        yield importlib.import_module("workers.kernels.store_kvcache").store_kvcache
+        return store_kvcache_torch
+    from workers.kernels.store_kvcache import store_kvcache
+
+    return store_kvcache
 
 
 @settings(max_examples=25, deadline=None)

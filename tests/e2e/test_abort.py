@@ -103,7 +103,7 @@ def test_requests_of_complete_are_aborted_by_their_keys(llm: LLM, undisturbed: l
         item = next(finished)
         llm.abort("even")
         outputs += [] if item is None else [item]
-    assert sorted(output.finish_reason for key, output in outputs if key == "even")[0] == "abort"
+    assert "abort" in [output.finish_reason for key, output in outputs if key == "even"]
     for key, output in outputs:
         if key != "even":
             assert output.token_ids == undisturbed[key]
