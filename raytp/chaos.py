@@ -111,7 +111,7 @@ def run_chaos(
     *,
     seed: int,
     num_requests: int,
-    on_progress: ProgressCallback = lambda *_: None,
+    on_progress: ProgressCallback,
     **options: Any,
 ) -> ChaosReport:
     """Run the requests twice, each time on an engine of their own. `options`: settings of both, as of `LLM`.

@@ -1,6 +1,6 @@
 """The engine's settings as users give them.
 
-Made by `raytp.llm`; read by `raytp.worker_settings`, `raytp.driver` and `raytp.rank_group`.
+Made by whoever starts an engine: `raytp.llm`, for most. Read by `raytp.worker_settings` and the driver's side.
 """
 
 from __future__ import annotations
@@ -80,6 +80,24 @@ class EngineConfig:
     """What is to go wrong on purpose; see `workers.faults`."""
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"{name}={shown(value)} must be one of {', '.join(choices)}")
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} must be True or False")
+        if not isinstance(self.faults, tuple) or not all(isinstance(fault, Fault) for fault in self.faults):
+            raise ConfigError(f"faults={shown(self.faults)} must be a tuple of workers.faults.Fault")
+        for fault in self.faults:
+            if fault.rank >= self.tensor_parallel_size:
+                raise ConfigError(
+                    f"a fault of rank {fault.rank} cannot happen with tensor_parallel_size={self.tensor_parallel_size}"
+                )
+
+    def _check_counts(self) -> None:
         for name in (
             "tensor_parallel_size",
             "min_tensor_parallel_size",
@@ -92,15 +110,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name not in ("tensor_parallel_size", "max_num_seqs", "block_size"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
+            if not _is_integer(value) or not 1 <= value <= _MAX_COUNT:
                 raise ConfigError(f"{name}={shown(value)} must be an integer of at least 1 and at most {_MAX_COUNT}")
         if (self.min_tensor_parallel_size or 1) > self.tensor_parallel_size:
             raise ConfigError(
                 f"min_tensor_parallel_size={self.min_tensor_parallel_size} exceeds tensor_parallel_size="
-                f"{self.tensor_parallel_size}"
+                f"{self.tensor_parallel_size}: lower it, or leave it out"
             )
-        if not isinstance(self.max_restarts, int) or isinstance(self.max_restarts, bool) or self.max_restarts < 0:
+        if not _is_integer(self.max_restarts) or self.max_restarts < 0:
             raise ConfigError(f"max_restarts={shown(self.max_restarts)} must be an integer of at least 0")
+
+    def _check_numbers(self) -> None:
         for name in (
             "placement_timeout_s",
             "startup_timeout_s",
@@ -118,24 +138,14 @@ class EngineConfig:
             )
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={shown(self.memory_fraction)} must be above 0 and at most 1")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise ConfigError(f"{name}={shown(value)} must be one of {', '.join(choices)}")
-        for name in ("enforce_eager", "enable_prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={shown(getattr(self, name))} must be True or False")
-        if not isinstance(self.faults, tuple) or not all(isinstance(fault, Fault) for fault in self.faults):
-            raise ConfigError(f"faults={shown(self.faults)} must be a tuple of workers.faults.Fault")
-        for fault in self.faults:
-            if fault.rank >= self.tensor_parallel_size:
-                raise ConfigError(
-                    f"a fault of rank {fault.rank} cannot happen with tensor_parallel_size={self.tensor_parallel_size}"
-                )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return _is_integer(value) or isinstance(value, float)
 
 
 def check_shared_alone(engine: str, model: object, tensor_parallel_size: int, options: Mapping[str, Any]) -> None:

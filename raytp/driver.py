@@ -1,7 +1,7 @@
 """The driver actor: one engine's control plane in a process of its own.
 
-Starts the rank group, sizes the scheduler by what the ranks report, and runs the step loop. Made and called by
-`raytp.driver_client`. Next hop of a request: `raytp.engine`.
+Starts the ranks, sizes the scheduler by what they report, and runs the step loop. Made by `raytp.driver_actor`, called
+by `raytp.driver_client`. Next hop of a request: `raytp.engine`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class DriverStatus:
 
 
 class Driver:
-    """A plain class that `raytp.driver_client` makes an actor.
+    """A plain class that `raytp.driver_actor` makes an actor.
 
     `start` comes first; all methods may be called from any thread.
     """
 
     def __init__(
-        self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, shared: SharedModel | None = None
+        self, config: EngineConfig, worker_config: WorkerConfig, vocab_size: int, shared: SharedModel | None
     ) -> None:
-        """`shared`: that the engine has a name and outlives its caller, who must not be trusted to say goodbye."""
+        """`shared`: if it is, it has a name and outlives its caller, who must not be trusted to say goodbye."""
         self._shared = shared
         self._config = config
         self._worker_config = worker_config
@@ -116,7 +116,7 @@ class Driver:
             model_digest=self._shared.files.digest,
             num_ranks=self._ranks.num_ranks,
             stage=self._status.stage if failure is None else "failed",
-            error=None if failure is None else str(failure),
+            error=None if failure is None else str(failure) or type(failure).__name__,
             info=self._engine_info,
             stats=stats,
         )
@@ -134,9 +134,7 @@ class Driver:
         """See `Engine.poll`."""
         return self._running_engine().poll(client_id, timeout_s)
 
-    def abort(
-        self, client_id: str, request_id: int | None = None, index: int | None = None, finish_reason: str = "abort"
-    ) -> None:
+    def abort(self, client_id: str, request_id: int | None, index: int | None, finish_reason: str) -> None:
         """See `Engine.abort`."""
         self._running_engine().abort(client_id, request_id, index, finish_reason)
 

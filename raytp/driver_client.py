@@ -106,7 +106,9 @@ class DriverClient:
                 deadline = time.monotonic() + timeout_s
                 on_status(status.stage, status.fraction)
             elif time.monotonic() > deadline:
-                raise EngineError(f"the driver actor did not answer within startup_timeout_s={timeout_s:g}")
+                raise EngineError(
+                    f"the driver actor did not answer within startup_timeout_s={timeout_s:g}: see Ray's logs"
+                )
         info: EngineInfo = self._get(ready)
         return info
 

@@ -34,6 +34,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _IDLE_CHECK_S = 1.0
 """How often ranks that have nothing to do are asked after."""
 _RECOVERY_CHECK_S = 0.1
+_ANSWER_TIMEOUT_S = 10.0
+"""For what is asked between two steps."""
 _Answer = TypeVar("_Answer")
 
 
@@ -108,16 +110,19 @@ class Engine:
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._fail(EngineClosedError("the engine has been shut down"))
 
-    def _ask(self, question: Callable[[], _Answer], timeout_s: float = 10.0) -> _Answer:
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """What `question` returns between two steps, on the step loop's thread."""
         answer: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._commands.put(lambda: answer.put(question()))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             self.check_alive()
             with contextlib.suppress(queue.Empty):
                 return answer.get(timeout=0.1)
-        raise EngineError(f"the step loop did not answer within {timeout_s:g} s")
+        raise EngineError(
+            f"the step loop did not answer within {_ANSWER_TIMEOUT_S:g} s: a long step is under way, or the ranks are "
+            f"stuck in it; ask again"
+        )
 
     def wait(self) -> None:
         """Until the step loop has ended, by `close` or by a failure."""

@@ -14,12 +14,14 @@ from raytp.errors import EngineError
 from raytp.outputs import CompletionUpdate
 
 _MAX_GONE = 10_000
+_MAX_PAUSE_S = 2.0
+"""Between two looks for the silent. What goes beyond is no silence of theirs: this process may have stood still."""
 
 
 class Mailbox:
     """One caller's: a list that can be waited for."""
 
-    def __init__(self, is_closed: bool = False) -> None:
+    def __init__(self, is_closed: bool) -> None:
         self._updates: list[CompletionUpdate] = []
         self._is_closed = is_closed
         self._condition = threading.Condition()
@@ -55,10 +57,11 @@ class Mailroom:
         self._silence_timeout_s = silence_timeout_s
         self._mailboxes: dict[str, Mailbox] = {}
         self._given_up: set[str] = set()
-        """Callers that counted as dead: what they have asked for will never come."""
+        """Of those that have left, or are about to: who counted as dead, and is told so."""
         self._gone: OrderedDict[str, None] = OrderedDict()
         """The latest of those that have left: what they had just asked for may arrive after their goodbye."""
         self._is_closed = False
+        self._looked_at = time.monotonic()
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[str]:
@@ -93,8 +96,9 @@ class Mailroom:
         """Callers that count as dead from now on; their mailboxes are still there."""
         if self._silence_timeout_s is None:
             return []
-        since = time.monotonic() - self._silence_timeout_s
         with self._lock:
+            self._forgive_pause()
+            since = self._looked_at - self._silence_timeout_s
             silent = [client_id for client_id, mailbox in self._mailboxes.items() if mailbox.heard_at < since]
             self._given_up.update(silent)
         return silent
@@ -110,7 +114,8 @@ class Mailroom:
             mailbox = self._mailboxes.pop(client_id, None)
             self._gone[client_id] = None
             while len(self._gone) > _MAX_GONE:
-                self._gone.popitem(last=False)
+                forgotten, _ = self._gone.popitem(last=False)
+                self._given_up.discard(forgotten)
         if mailbox is not None:
             mailbox.close()
 
@@ -120,6 +125,13 @@ class Mailroom:
             self._is_closed = True
             for mailbox in self._mailboxes.values():
                 mailbox.close()
+
+    def _forgive_pause(self) -> None:
+        now = time.monotonic()
+        excess, self._looked_at = now - self._looked_at - _MAX_PAUSE_S, now
+        if excess > 0:
+            for mailbox in self._mailboxes.values():
+                mailbox.heard_at = min(now, mailbox.heard_at + excess)
 
     def _mailbox(self, client_id: str) -> Mailbox:
         with self._lock:

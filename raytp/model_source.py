@@ -1,8 +1,8 @@
 """From what a user calls a model to a Hugging Face directory on this machine.
 
 Owns the cache of converted GGUF files and the embedded default model. Must not know what is in a checkpoint beyond that
-config.json makes one. Called by `raytp.llm` and by `raytp info`, before anything is started, and by each rank for its
-own node.
+config.json makes one. Called by `raytp.connection` and by commands, before anything is started, and by each rank for
+its own node.
 """
 
 from __future__ import annotations

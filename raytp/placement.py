@@ -1,6 +1,6 @@
 """Around an engine's placement group: its name, what others left behind, and what the cluster has or lacks for it.
 
-Called by `raytp.rank_group`, `raytp.rank_supply` and, for the name, `raytp.driver_client`.
+Called by `raytp.rank_group` and `raytp.rank_supply`; for the name, by `raytp.driver_actor` and `raytp.shared_engines`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Progress on standard error, for what takes longer than a moment: a line on a terminal, a word now and then in a log.
 
-Called by `raytp.llm`.
+Called by `raytp.llm` and by commands.
 """
 
 from __future__ import annotations

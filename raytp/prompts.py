@@ -1,4 +1,4 @@
-"""Turns what callers hand over as prompts into token ids, each checked by itself. Called by `raytp.llm`."""
+"""Turns what callers hand over as prompts into token ids, each checked by itself. Called by `raytp.llm` and the CLI."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from raytp.tokenizer import Tokenizer
+from raytp.tokenizer import Message, Tokenizer
 from scheduler.errors import RequestError, shown
 from scheduler.step import IntArray
 
 Prompt: TypeAlias = str | Sequence[int] | IntArray
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+Conversation: TypeAlias = Sequence[Message]
 
 
 def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -62,6 +62,15 @@ def encode_conversation(
 ) -> IntArray:
     """(n,) int32 token ids of a chat, up to where the answer begins. Raises RequestError."""
     return require_tokenizer(tokenizer).encode_chat(messages, **template_kwargs)
+
+
+def has_chat_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether a message can be made a prompt."""
+    try:
+        encode_conversation([{"role": "user", "content": "?"}], tokenizer, {})
+    except RequestError:
+        return False
+    return True
 
 
 def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -141,7 +141,7 @@ class RankGroup:
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`, while steps go on; None for a rank on a CPU."""
-        return self._wait([rank.profile.remote(duration_s) for rank in self._ranks], "profiling")
+        return self._wait([rank.profile.remote(duration_s) for rank in self._ranks], "profiling", grace_s=duration_s)
 
     def reach(self, point: str) -> None:
         """Let the ranks have their faults at a point that they do not see themselves. Returns when they had."""

@@ -39,7 +39,7 @@ _MAX_REMEMBERED = 1000
 
 
 class RankSupply:
-    """The `raytp.engine.RankSource` of a driver. `start` comes first, `close` last; `close` may come at any time."""
+    """A driver's `raytp.succession.RankSource`. `start` comes first, `close` last; `close` may come at any time."""
 
     def __init__(self, config: EngineConfig, worker_config: WorkerConfig, on_status: ProgressCallback) -> None:
         """`on_status` is told how far a start has come, each time that ranks are built."""
@@ -131,7 +131,7 @@ class RankSupply:
         ) from error
 
     def examine(self, failure: RaytpError) -> Failure:
-        """See `raytp.engine.RankSource`."""
+        """See `raytp.succession.RankSource`."""
         self._noticed_at = time.time()
         found = self.group.examine(failure)
         self._failures.append((self._num_failures, self._noticed_at, found.report))
@@ -147,7 +147,7 @@ class RankSupply:
         return [(number, report) for number, at, report in self._failures if number > after and at >= since]
 
     def rebuild(self, report: str) -> tuple[Transport, int]:
-        """See `raytp.engine.RankSource`."""
+        """See `raytp.succession.RankSource`."""
         before = self.num_ranks
         self._replace_group(self._most_with_room())
         transport, reports = self.start()

@@ -18,6 +18,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from raytp.errors import EngineError, PlacementError
+from raytp.placement import resource_of
 
 _JOIN_TIMEOUT_S = 15.0
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
@@ -83,7 +84,7 @@ def check_room(num_ranks: int, device: str) -> None:
     """A Ray that this process has started gets no more nodes. Raises PlacementError if it can never hold the ranks."""
     if _internal_kv_get(_OWNER_KEY) != _this_process():
         return
-    resource = "CPU" if device == "cpu" else "GPU"
+    resource = resource_of(device)
     num_here = ray.cluster_resources().get(resource, 0)
     if num_here < num_ranks:
         remedy = "lower tensor_parallel_size" if num_here else "use device='cpu' (--device cpu)"

@@ -97,7 +97,7 @@ class RayTransport(Transport):
     def _read(self, rank: int, ref: Any) -> StepResult | ErrorReport | Literal["silent"] | None:
         """A rank's answer: a result, an error, None if it died, or "silent" if it has nothing to say."""
         try:
-            data = ray.get(ref)
+            data = ray.get(ref, timeout=self._timeout_s)  # it may have to come from another node
         except ray.exceptions.RayActorError:
             return None
         except ray.exceptions.RayError as error:  # the way to an object is cut, say

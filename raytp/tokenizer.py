@@ -1,8 +1,8 @@
 """Text to token ids and back: the checkpoint's own tokenizer, and incremental detokenization with stop strings.
 
 Owns the only use of transformers in this package, and imports it only when a tokenizer is loaded: that takes seconds.
-Must not know of requests, engines or Ray. Called in the caller's process by `raytp.llm`, before ids go to the driver
-actor and after they come back.
+Must not know of requests, engines or Ray. Used in the caller's process: loaded by `raytp.connection`, called by
+`raytp.prompts` before ids go to the driver actor and by `raytp.collector` after they come back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from workers.errors import ModelNotFoundError
 Message = Mapping[str, Any]
 """One turn of a chat: "role" and "content", and what else the model's template reads."""
 
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -33,7 +32,6 @@ class Tokenizer:
         self._hf = hf_tokenizer
         self.num_ids = max(hf_tokenizer.get_vocab().values()) + 1
         """Every token's id is below it, those of added tokens too; the model's vocabulary V may be larger."""
-        self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         added = hf_tokenizer.added_tokens_decoder
         self._special_ids = frozenset(hf_tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 

@@ -1,6 +1,6 @@
 """From the engine's settings and the model to what each rank is told: every default is decided here.
 
-Called by `raytp.llm`, once Ray runs.
+Called by `raytp.connection`, once Ray runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def make_worker_config(config: EngineConfig, model: ModelConfig, path: Path, num
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     wanted = config.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
-        raise ConfigError(f"max_model_len={wanted} exceeds the {model.max_position_embeddings} positions of the model")
+        raise ConfigError(
+            f"max_model_len={wanted} exceeds the model's {model.max_position_embeddings} positions: lower it"
+        )
     return wanted
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduler.errors import RequestError, shown
@@ -60,8 +60,7 @@ class SamplingParams:
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SamplingParams(**(values | changes))
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

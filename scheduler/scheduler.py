@@ -150,6 +150,7 @@ class Scheduler:
             num_waiting=len(self.waiting) + len(self._suspects.to_try),
             num_running=len(self.running),
             num_free_blocks=self.block_manager.num_free_blocks,
+            num_kv_blocks=self.config.num_kv_blocks,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
             num_cached_tokens=self._num_cached_tokens,

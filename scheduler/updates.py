@@ -40,6 +40,8 @@ class SchedulerStats:
     num_waiting: int
     num_running: int
     num_free_blocks: int
+    num_kv_blocks: int
+    """Of the present ranks, who may have more or fewer than those before them had."""
     num_steps: int
     num_computed_tokens: int
     """Tokens that steps have computed, recomputation included."""

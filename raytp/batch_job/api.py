@@ -16,11 +16,12 @@ from raytp.batch_job.job import BatchJob, RecordFormat
 from raytp.batch_job.locations import Location, locate
 from raytp.batch_job.openai_response import OpenAIFormat
 from raytp.batch_job.output import Output
-from raytp.batch_job.plain_format import PlainFormat
+from raytp.batch_job.plain_format import PlainFormat, check_defaults
 from raytp.batch_job.progress import BatchSummary, JobProgress
 from raytp.batch_job.readers import InputFile, Reader, find_files, find_format, table_schema
 from raytp.batch_job.rows import Engine
-from raytp.errors import BatchError, ConfigError, EngineError, RequestError
+from raytp.errors import BatchError, ConfigError, EngineError
+from raytp.prompts import has_chat_template as has_chat_template
 from raytp.scaling import Policy
 from scheduler.sampling_params import SamplingParams, validate
 
@@ -149,6 +150,8 @@ def _plan(input: str | os.PathLike[str], output: str | os.PathLike[str], setting
     validate(settings.sampling)
     files = find_files(os.fspath(input))
     input_format = find_format(files, settings.input_format)
+    if input_format != "openai":
+        check_defaults(settings.sampling)
     target, errors = locate(output), None if settings.errors is None else locate(settings.errors)
     if errors is not None and str(target) == str(errors):
         raise ConfigError(f"{target} cannot be both the output and the file of errors: name two")
@@ -217,17 +220,6 @@ def _row_format(job: _Job, run_id: str, engine: Engine) -> RecordFormat:
     if job.input_format == "openai":
         return OpenAIFormat(sampling, run_id, engine.model_name, engine.tokenizer)
     return PlainFormat(sampling, has_chat_template(engine.tokenizer) if use_chat is None else use_chat)
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a prompt of text can be asked as a chat; `tokenizer` is that of an `LLM`."""
-    from raytp.prompts import encode_conversation
-
-    try:
-        encode_conversation([{"role": "user", "content": "?"}], tokenizer, {})
-    except RequestError:
-        return False
-    return True
 
 
 def _find_output_format(output: Location, given: str | None, input_format: str) -> str:

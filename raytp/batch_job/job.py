@@ -73,8 +73,11 @@ class BatchJob:
 
     def run(self, engine: Engine) -> str:
         """Do what is left; how it ended: "complete", "interrupted" or "too many failures". All is committed then."""
-        with self._interrupt_deferred(), closing(IdSet()) as ids:
-            results = engine.complete(self._jobs(ids))
+        with (
+            self._interrupt_deferred(),
+            closing(IdSet()) as ids,
+            closing(engine.complete(self._jobs(ids))) as results,
+        ):
             try:
                 for result in results:
                     if result is not None:
@@ -82,8 +85,7 @@ class BatchJob:
                     self._tick()
                     if self._is_over():
                         break
-            finally:
-                results.close()
+            finally:  # before the engine hears of the end: it may have died, or take its time
                 self._output.commit()
         return self._status()
 

@@ -92,12 +92,17 @@ class LocalJournal:
             raise BatchError(f"the output {folder.parent} cannot be written: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.pread(self._lock, 100, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            self._lock = -1
+            self._close()
             raise BatchError(f"another job writes to this output ({holder}): wait for it, or end it") from None
+        except OSError as error:
+            self._close()
+            raise BatchError(
+                f"{folder.parent} lies where no file can be locked ({error}): name another output"
+            ) from error
         if os.fstat(self._lock).st_nlink == 0:
+            self._close()  # a file that has the lock's name by now is somebody else's
             raise BatchError("another job has just left this output: run the same command again")
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, _this_process().encode(), 0)
@@ -114,8 +119,7 @@ class LocalJournal:
             with contextlib.suppress(OSError):  # somebody else has put something there
                 for folder in self._new_folders:
                     folder.rmdir()
-        os.close(self._lock)
-        self._lock = -1
+        self._close()
 
     def exists(self) -> bool:
         """See `Journal`."""
@@ -158,6 +162,10 @@ class LocalJournal:
     def remove(self) -> None:
         """See `Journal`."""
         self._path.unlink()
+
+    def _close(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
 
 
 class ObjectJournal:

@@ -51,7 +51,7 @@ class Location(Protocol):
         """The file, to be read. Close it."""
 
     def partial(self) -> Path:
-        """Where, on this machine, to write the file before `take`."""
+        """Where, on this machine, to write the file before `take`; its folder is there."""
 
     def take(self, partial: Path) -> None:
         """Make what has been written there the file."""
@@ -116,6 +116,7 @@ class LocalLocation:
 
     def partial(self) -> Path:
         """See `Location`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f".{self.path.name}.raytp-partial")
 
     def take(self, partial: Path) -> None:

@@ -1,4 +1,4 @@
-"""A line of an OpenAI batch file as a row: what is asked of which endpoint. Called by `raytp.batch_job.readers`.
+"""A line of an OpenAI batch file as a row: what is asked of which endpoint. Called by `openai_response`.
 
 A field that would change the answer and that raytp does not serve makes the row a bad one; it is never left out in
 silence. https://platform.openai.com/docs/api-reference/batch/request-input
@@ -11,6 +11,7 @@ from typing import Any
 
 from raytp.batch_job.plain_format import checked_messages, checked_params, checked_prompt
 from raytp.batch_job.rows import BadRow, Place, Row, RowError
+from scheduler.errors import shown
 from scheduler.sampling_params import SamplingParams
 
 CHAT_URL = "/v1/chat/completions"
@@ -82,9 +83,9 @@ def _endpoint(record: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
         if value is None:
             raise RowError("missing_field", f"{name} is missing")
     if method != "POST":
-        raise RowError("unsupported_method", f"method={method!r} must be POST")
+        raise RowError("unsupported_method", f"method={shown(method)} must be POST")
     if url not in (CHAT_URL, COMPLETION_URL):
-        raise RowError("unsupported_url", f"url={url!r} must be {CHAT_URL} or {COMPLETION_URL}")
+        raise RowError("unsupported_url", f"url={shown(url)} must be {CHAT_URL} or {COMPLETION_URL}")
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"body is of type {type(body).__name__}: it must be an object")
     return url == CHAT_URL, {name: value for name, value in body.items() if value is not None}
@@ -134,7 +135,7 @@ def _sampling(body: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
     is_wanted = body.get("logprobs", False)
     if not isinstance(is_wanted, bool):
-        raise RowError("invalid_value", f"logprobs={is_wanted!r} must be true or false for {CHAT_URL}")
+        raise RowError("invalid_value", f"logprobs={shown(is_wanted)} must be true or false for {CHAT_URL}")
     if "top_logprobs" in body and not is_wanted:
         raise RowError("invalid_value", "top_logprobs needs logprobs to be true")
     return body.get("top_logprobs", 0) if is_wanted else None

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from raytp.batch_job.openai_request import parse_request
-from raytp.batch_job.rows import BadRow, Decoder, Place, Row
+from raytp.batch_job.rows import BadRow, Place, Row
 from raytp.outputs import CompletionOutput, RequestOutput
+from raytp.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 from scheduler.updates import TokenLogprobs
 
@@ -19,11 +20,11 @@ from scheduler.updates import TokenLogprobs
 class OpenAIFormat:
     """Parses a line, and writes its record. A second attempt at a row gives it the same ids."""
 
-    def __init__(self, defaults: SamplingParams, run_id: str, model_name: str, decoder: Decoder | None) -> None:
+    def __init__(self, defaults: SamplingParams, run_id: str, model_name: str, tokenizer: Tokenizer | None) -> None:
         self._defaults = defaults
         self._run_id = run_id
         self._model_name = model_name
-        self._decoder = decoder
+        self._tokenizer = tokenizer
 
     def parse(self, place: Place, columns: Mapping[str, Any]) -> Row | BadRow:
         """The row that the fields of a line make."""
@@ -129,7 +130,7 @@ class OpenAIFormat:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
     def _text(self, token_id: int) -> str:
-        text = "" if self._decoder is None else self._decoder.decode([token_id])
+        text = "" if self._tokenizer is None else self._tokenizer.decode([token_id])
         return text or f"token_id:{token_id}"  # special tokens have no text
 
 

@@ -69,7 +69,7 @@ class Output:
         """Begin a run, or go on with the earlier one of the same identity; its name.
 
         Raises BatchError if the output is in use, cannot be written, holds something else, or an earlier run with other
-        settings.
+        settings; ConfigError if the schema cannot be an output's.
         """
         try:
             return self._open(identity, input_schema, restart)
@@ -77,6 +77,7 @@ class Output:
             raise BatchError(f"the output {self._folder} cannot be written: {error}") from error
 
     def _open(self, identity: Identity, input_schema: Any | None, restart: bool) -> str:
+        known = None if input_schema is None else result_schema(input_schema)
         self._journal.acquire()
         if restart and self._journal.exists():
             self._journal.claim()
@@ -89,8 +90,8 @@ class Output:
             run_id = self._manifest.reopen(identity)
             self._journal.claim()
         self._load()
-        if self._format == "parquet" and self._schema is None and input_schema is not None:
-            self._schema = result_schema(input_schema)
+        if self._format == "parquet" and self._schema is None:
+            self._schema = known
         self._remove_uncommitted()
         return run_id
 

@@ -7,12 +7,12 @@ The record of a row holds the input's columns and those of `RESULT_COLUMNS`. Cal
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raytp.batch_job.rows import BadRow, Place, Request, Row, RowError
 from raytp.outputs import RequestOutput
-from scheduler.errors import RequestError
+from scheduler.errors import ConfigError, RequestError
 from scheduler.sampling_params import SamplingParams, validate
 
 SAMPLING_COLUMNS = (
@@ -45,6 +45,7 @@ RESULT_COLUMNS = (
 )
 OTHER_COLUMNS = "other_columns"
 """The Parquet column that holds, as JSON, what does not fit the schema of the first part."""
+_OURS = frozenset((*RESULT_COLUMNS, OTHER_COLUMNS))
 
 
 class PlainFormat:
@@ -60,6 +61,8 @@ class PlainFormat:
         row_id = None
         try:
             row_id = _id(columns.get("id"))
+            if clash := name_clash(columns):
+                raise RowError("invalid_value", clash)
             request, is_chat = self._request(columns)
             return Row(
                 place=place,
@@ -122,12 +125,19 @@ class PlainFormat:
         return checked_params(self._defaults, given)
 
 
+def check_defaults(defaults: SamplingParams) -> None:
+    """Raises ConfigError for what would be computed, and has no place in a record."""
+    if defaults.n != 1 or defaults.logprobs is not None:
+        raise ConfigError(
+            f"n={defaults.n}, logprobs={defaults.logprobs}: a row of one's own has one text and no log probabilities; "
+            f"leave them out, or ask in OpenAI's format"
+        )
+
+
 def checked_params(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """`defaults` with the values that a row gives. Raises RowError if one is out of its range."""
     if not given:
         return defaults
-    if not isinstance(given.get("ignore_eos", False), bool):
-        raise RowError("invalid_value", f"ignore_eos={given['ignore_eos']!r} must be true or false")
     params = defaults.replace(**given)
     try:
         validate(params)
@@ -173,7 +183,16 @@ def _number(value: Any) -> Any:
 
 def kept_name(name: str) -> str:
     """What an input's column is called in the output: `input_text` for `text`, say, which is ours."""
-    return f"input_{name}" if name in (*RESULT_COLUMNS, OTHER_COLUMNS) else name
+    return f"input_{name}" if name in _OURS else name
+
+
+def name_clash(names: Iterable[str]) -> str | None:
+    """What is wrong with an input's columns if two of them would be called the same in the output."""
+    names = set(names)
+    for name in sorted(names & _OURS):
+        if kept_name(name) in names:
+            return f"the columns {name} and {kept_name(name)} would both be {kept_name(name)} in the output: rename one"
+    return None
 
 
 def _kept(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -162,5 +161,5 @@ class JobProgress:
 
 
 def _duration(seconds: float) -> str:
-    whole: Any = int(seconds)
+    whole = int(seconds)
     return f"{seconds:.1f} s" if whole < 60 else f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

@@ -7,7 +7,9 @@ and `raytp.batch_job.job`.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ from raytp.batch_job.rows import BadRow, Place, Row, RowError
 from raytp.errors import BatchError, ConfigError
 from raytp.working_dir import is_copy, name_in_copy
 
-FORMATS = ("openai", "jsonl", "parquet", "text")
+_FORMATS = ("openai", "jsonl", "parquet", "text")
 _EXTENSIONS = {
     "jsonl": "jsonl",
     "ndjson": "jsonl",
@@ -110,14 +112,14 @@ def _digest(path: str) -> str:
 
 
 def find_format(files: Sequence[InputFile], given: str | None) -> str:
-    """One of `FORMATS`: the one given, or by the files' extensions and first lines. Raises ConfigError."""
+    """One of `_FORMATS`: the one given, or by the files' extensions and first lines. Raises ConfigError."""
     if given is not None:
-        if given not in FORMATS:
-            raise ConfigError(f"input_format={given!r} must be one of {', '.join(FORMATS)}")
+        if given not in _FORMATS:
+            raise ConfigError(f"input_format={given!r} must be one of {', '.join(_FORMATS)}")
         return given
     found = {_EXTENSIONS.get(_extension(file.url), file.url) for file in files}
-    if len(found) > 1 or not found <= set(FORMATS):
-        raise ConfigError(f"the format of the input is not clear: give one of {', '.join(FORMATS)} (--input-format)")
+    if len(found) > 1 or not found <= set(_FORMATS):
+        raise ConfigError(f"the format of the input is not clear: give one of {', '.join(_FORMATS)} (--input-format)")
     [only] = found
     return "openai" if only == "jsonl" and _has_requests(files) else only
 
@@ -130,7 +132,7 @@ def _extension(path: str) -> str:
 def _has_requests(files: Sequence[InputFile]) -> bool:
     """Whether one of the first lines that can be read is a request to OpenAI's API."""
     for file in files:
-        with fsspec.open(file.url, "rb") as opened:
+        with _opened(file) as opened:
             for (_, line), _ in zip(_lines(opened), range(_NUM_PEEKED_LINES), strict=False):
                 try:
                     fields = parse_object(line or b"")
@@ -147,7 +149,7 @@ class Reader:
         self._files = files
         self._input_format = input_format
         self._num_bytes = sum(file.size for file in files)
-        self._num_bytes_read = 0
+        self._num_bytes_read = 0.0
         self.num_read = 0
         """Rows so far."""
 
@@ -162,6 +164,7 @@ class Reader:
 
     def rows(self, row_format: RowFormat) -> Iterator[Row | BadRow]:
         """Every row, in order. Raises ConfigError if a file cannot be read, BatchError if it changes meanwhile."""
+        num_bytes = 0
         for file in self._files:
             entries = self._table_rows(file) if self._input_format == "parquet" else self._line_rows(file)
             try:
@@ -175,10 +178,12 @@ class Reader:
                 _check_unchanged(file)
             except OSError as error:
                 raise ConfigError(f"{file.url} cannot be read: {error}") from error
+            num_bytes += file.size
+            self._num_bytes_read = num_bytes  # exactly: so far it was counted by the row
 
     def _line_rows(self, file: InputFile) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
         is_text = self._input_format == "text"
-        with fsspec.open(file.url, "rb") as opened:
+        with _opened(file) as opened:
             for number, line in _lines(opened):
                 self._num_bytes_read += 1 if line is None else len(line) + 1
                 if line is not None and not line.strip():
@@ -190,21 +195,31 @@ class Reader:
                 except RowError as error:
                     yield number, error
 
-    def _table_rows(self, file: InputFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def _table_rows(self, file: InputFile) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with fsspec.open(file.url, "rb") as opened:
+        with _opened(file) as opened:
             try:
                 table = pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False)
                 number, num_bytes = 0, file.size / max(1, table.metadata.num_rows)
                 for batch in table.iter_batches(batch_size=_NUM_TABLE_ROWS):
-                    for columns in batch.to_pylist():
+                    for columns in _columns_of(batch):
                         number += 1
-                        self._num_bytes_read += int(num_bytes)
+                        self._num_bytes_read += num_bytes
                         yield number, columns
             except pa.ArrowException as error:
                 raise ConfigError(f"{file.url} cannot be read as Parquet: {error}") from error
+
+
+@contextmanager
+def _opened(file: InputFile) -> Iterator[Any]:
+    """Raises ConfigError if it cannot be read."""
+    try:
+        with fsspec.open(file.url, "rb") as opened:
+            yield opened
+    except OSError as error:
+        raise ConfigError(f"{file.url} cannot be read: {error}") from error
 
 
 def _lines(opened: Any) -> Iterator[tuple[int, bytes | None]]:
@@ -224,6 +239,16 @@ def _lines(opened: Any) -> Iterator[tuple[int, bytes | None]]:
         buffered.detach()  # the file is closed by who opened it
 
 
+def _columns_of(batch: Any) -> Iterable[Mapping[str, Any] | RowError]:
+    """The rows of a pyarrow batch. Some types hold more than Python's have room for, such as a date after 9999."""
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows > 1:
+            return itertools.chain.from_iterable(_columns_of(batch.slice(i, 1)) for i in range(batch.num_rows))
+        return [RowError("invalid_value", f"the row holds a value that cannot be read: {error}")]
+
+
 def table_schema(files: Sequence[InputFile]) -> Any:
     """The pyarrow schema that holds the rows of every Parquet file. Raises ConfigError if there is none."""
     import pyarrow as pa
@@ -231,7 +256,7 @@ def table_schema(files: Sequence[InputFile]) -> Any:
 
     schemas = []
     for file in files:
-        with fsspec.open(file.url, "rb") as opened:
+        with _opened(file) as opened:
             try:
                 schemas.append(pq.read_schema(opened).remove_metadata())
             except pa.ArrowException as error:

@@ -19,7 +19,6 @@ class OrdinalSet:
 
     def __init__(self) -> None:
         self._bits = np.zeros(1024, dtype=np.uint8)
-        self._num = 0
 
     def add_range(self, first: int, last: int) -> None:
         """Add `first` to `last`, both included; none of them may be in it already."""
@@ -27,13 +26,9 @@ class OrdinalSet:
             self._bits = np.concatenate([self._bits, np.zeros_like(self._bits)])
         ordinals = np.arange(first, last + 1)
         np.bitwise_or.at(self._bits, ordinals // 8, (1 << (ordinals % 8)).astype(np.uint8))
-        self._num += last + 1 - first
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal // 8 < len(self._bits) and bool(self._bits[ordinal // 8] >> (ordinal % 8) & 1)
-
-    def __len__(self) -> int:
-        return self._num
 
 
 class IdSet:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from raytp.outputs import RequestOutput
+from raytp.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 
 Request: TypeAlias = str | list[int] | list[dict[str, Any]]
@@ -61,13 +62,6 @@ class RowError(Exception):
         self.message = message
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that log probabilities need."""
-
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of the ids."""
-
-
 class Engine(Protocol):
     """What a job needs of `raytp.LLM`."""
 
@@ -76,8 +70,8 @@ class Engine(Protocol):
         """For records that name it."""
 
     @property
-    def tokenizer(self) -> Decoder | None:
-        """Turns token ids into text."""
+    def tokenizer(self) -> Tokenizer | None:
+        """Turns messages into a prompt, and token ids into text."""
 
     def complete(self, jobs: Iterable[Job | None]) -> Generator[tuple[int, RequestOutput] | None, None, None]:
         """Answers in the order of completion; see `raytp.LLM.complete`."""

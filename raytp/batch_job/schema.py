@@ -5,13 +5,20 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from raytp.batch_job.plain_format import kept_name
+from raytp.batch_job.plain_format import kept_name, name_clash
+from raytp.errors import ConfigError
 
 
 def result_schema(input_schema: Any | None) -> Any:
-    """The schema of `raytp.batch_job.plain_format.PlainFormat`'s records, behind an input's own columns, if known."""
+    """The schema of `raytp.batch_job.plain_format.PlainFormat`'s records, behind an input's own columns, if known.
+
+    Raises ConfigError if two of those would be called the same.
+    """
     import pyarrow as pa
 
+    clash = None if input_schema is None else name_clash(input_schema.names)
+    if clash is not None:
+        raise ConfigError(clash)
     own = [
         pa.field("row", pa.int64()),
         pa.field("text", pa.string()),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 from raytp.cli import console
-from raytp.cli.engine import EngineOptions, has_chat_template, stream_answer
+from raytp.cli.engine import EngineOptions, stream_answer
 from raytp.llm import LLM
-from raytp.prompts import encode_conversation
+from raytp.prompts import encode_conversation, has_chat_template
 from scheduler.errors import RequestError
 from scheduler.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ Ctrl-C   stop the answer"""
 def run(sampling: SamplingParams, options: EngineOptions, *, system: str | None) -> None:
     """Start an engine and hold the session: with a person at a terminal, or one turn a line from a pipe."""
     with options.start() as llm:
-        if not has_chat_template(llm):
+        if not has_chat_template(llm.tokenizer):
             raise RequestError(
                 f"{llm.model_name} has no chat template: use raytp generate, with a prompt in the form it expects"
             )

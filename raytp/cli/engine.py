@@ -1,4 +1,4 @@
-"""From the command line's options to a running engine, and the answers it streams. Called by `generate` and `chat`."""
+"""From the command line's options to a running engine, and the answers it streams. Called by the commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from raytp.config import EngineConfig, check_shared_alone, make_engine_config
 from raytp.llm import LLM
-from raytp.prompts import encode_conversation
 from scheduler.errors import RequestError
 from scheduler.sampling_params import SamplingParams
 from scheduler.step import IntArray
@@ -107,12 +106,3 @@ def stream_answer(
             raise
     answer.seconds = time.monotonic() - start
     return answer
-
-
-def has_chat_template(llm: LLM) -> bool:
-    """Whether the model's tokenizer can turn a message into a prompt."""
-    try:
-        encode_conversation([{"role": "user", "content": "?"}], llm.tokenizer, {})
-    except RequestError:
-        return False
-    return True

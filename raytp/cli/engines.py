@@ -129,7 +129,8 @@ def _state(engine: EngineDescription) -> str:
 
 
 def _load(engine: EngineDescription) -> str:
-    if engine.info is None or engine.stats is None:
+    stats = engine.stats
+    if stats is None:
         return ""
-    used = 1 - engine.stats.num_free_blocks / engine.info.num_kv_blocks
-    return f"{engine.stats.num_running} running, {engine.stats.num_waiting} waiting, KV cache {used:.0%}"
+    used = 1 - stats.num_free_blocks / stats.num_kv_blocks
+    return f"{stats.num_running} running, {stats.num_waiting} waiting, KV cache {used:.0%}"

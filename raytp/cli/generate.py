@@ -11,10 +11,10 @@ from typing import Any
 import typer
 
 from raytp.cli import console
-from raytp.cli.engine import EngineOptions, has_chat_template, stream_answer, summary
+from raytp.cli.engine import EngineOptions, stream_answer, summary
 from raytp.llm import LLM
 from raytp.outputs import RequestOutput
-from raytp.prompts import encode_conversation, encode_prompt
+from raytp.prompts import encode_conversation, encode_prompt, has_chat_template
 from scheduler.errors import RequestError
 from scheduler.sampling_params import SamplingParams
 
@@ -50,7 +50,7 @@ def run(
     console.keep_results_apart()
     with options.start() as llm:
         if use_chat is None:
-            use_chat = has_chat_template(llm)
+            use_chat = has_chat_template(llm.tokenizer)
         if system is not None and not use_chat:
             raise RequestError("--system needs a chat template: leave it out, or put it into the prompt")
         if len(prompts) == 1 and not as_json:

@@ -1,4 +1,4 @@
-"""The options that the commands share, each defined once. Used by `raytp.cli.main` and `batch`.
+"""The options that commands share, each defined once. Used by them all.
 
 An option that is not given is None, so that the engine's own defaults stand in one place.
 """

@@ -10,15 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raytp.batch_job import progress
 from raytp.batch_job.json_text import dump_line
 from raytp.batch_job.locations import locate
 from raytp.batch_job.manifest import Counts
 from raytp.batch_job.output import Output
-from raytp.batch_job.row_ids import IdSet, OrdinalSet, pack_ranges, unpack_ranges
 from raytp.errors import BatchError
 from tests.batch.stub_engine import StubEngine, answer_to
 from tests.batch.stub_job import run_stub
@@ -262,24 +259,6 @@ def test_too_many_failures_stop_it_and_a_larger_limit_goes_on(source, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
     assert run_stub(source, tmp_path / "out.jsonl", max_failures=3).status == "complete"
     check(records(tmp_path / "out.jsonl"))
-
-
-@settings(deadline=None)
-@given(st.sets(st.integers(0, 5000)))
-def test_ordinals_survive_packing(ordinals):
-    packed, bitmap = pack_ranges(ordinals), OrdinalSet()
-    for first, last in unpack_ranges(packed):
-        bitmap.add_range(first, last)
-    assert len(bitmap) == len(ordinals)
-    assert {i for i in range(6000) if i in bitmap} == ordinals
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(max_size=2)))
-def test_an_id_is_new_once(ids):
-    seen = IdSet()
-    assert [seen.add(each) for each in ids] == [each not in ids[:i] for i, each in enumerate(ids)]
-    seen.close()
 
 
 def test_records_are_always_json():

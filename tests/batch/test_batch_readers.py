@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raytp.batch_job.openai_request import parse_request
 from raytp.batch_job.plain_format import PlainFormat
-from raytp.batch_job.readers import Reader, find_files, find_format
+from raytp.batch_job.readers import Reader, find_files, find_format, table_schema
 from raytp.batch_job.rows import BadRow, Place, Row
 from raytp.errors import BatchError, ConfigError
 from scheduler.sampling_params import SamplingParams
@@ -125,6 +125,15 @@ def test_parquet_rows_come_with_their_types(tmp_path):
     assert second.request == messages[1]
     assert (first.params.max_tokens, second.params.max_tokens) == (3, None)
     assert (second.id, second.place.line) == ("2", 2)
+
+
+@pytest.mark.parametrize("look", [lambda files: find_format(files, None), table_schema])
+def test_a_file_that_goes_away_is_named(tmp_path, look):
+    file = written(tmp_path, b"{}")
+    files = find_files(str(file))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"rows\.jsonl cannot be read"):
+        look(files)
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):

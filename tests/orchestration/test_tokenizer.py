@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -189,12 +189,14 @@ def test_transformers_is_imported_late() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_pieces_of_random_ids_add_up(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.num_ids + 3), max_size=80))
     assert detokenize(tokenizer, ids)[0] == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_pieces_of_broken_utf8_add_up(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Long runs of single bytes that never make a character, and of U+FFFD itself, with special tokens in between."""
@@ -204,6 +206,7 @@ def test_pieces_of_broken_utf8_add_up(tokenizer: Tokenizer, data: st.DataObject)
     assert detokenize(tokenizer, ids, at_once=data.draw(st.integers(1, 5)))[0] == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_no_piece_ends_in_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -232,6 +235,7 @@ def byte_fallback() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
 
 
+@settings(deadline=None)
 @given(text=st.text(st.sampled_from("abé東😀"), max_size=40), stop=st.sampled_from([(), ("😀a",), ("東😀", "b")]))
 def test_characters_spelled_in_byte_tokens(byte_fallback: Tokenizer, text: str, stop: tuple[str, ...]) -> None:
     """A run of them decodes to U+FFFD alone while its last character is unfinished."""
@@ -258,6 +262,7 @@ def find_first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
     return None
 
 
+@settings(deadline=None)
 @given(
     text=TEXTS,
     stop=st.lists(TEXTS.filter(lambda s: 0 < len(s) <= 4), min_size=1, max_size=3),

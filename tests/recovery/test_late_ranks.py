@@ -37,3 +37,9 @@ def test_it_happens_nowhere_else():
 def test_only_a_delay_can_be_always_and_then_it_is_at_no_particular_time(more):
     with pytest.raises(ConfigError, match="always is for a delay"):
         Fault(rank=0, point="decode", always=True, **more)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
+def test_a_delay_of_no_time_that_there_is_is_refused_before_a_rank_meets_it(seconds):
+    with pytest.raises(ConfigError, match=f"seconds={seconds} must be"):
+        Fault(kind="delay", rank=0, point="decode", seconds=seconds)
