@@ -32,21 +32,21 @@ class Gpu:
 GPUS = {
     "h200": Gpu(
         device_name="NVIDIA H200",
-        # Fitted to 2026-11-30-h200-tp1-second.json and 2026-11-30-h200-tp2-third.json.
+        # Fitted to 2026-11-30-h200-tp1-overlap.json and 2026-11-30-h200-mailboxes.json.
         coefficients=Coefficients(
             bytes_per_s=3.784e12,
-            flop_per_s=7.11e14,
-            layer_s=2.855e-05,
+            flop_per_s=6.794e14,
+            layer_s=2.344e-05,
             eager_layer_s=0,
-            eager_parallel_layer_s=0.0009091,
-            shared_byte_s=1.561e-13,
-            pair_flop_s=3.273e-15,
-            all_reduce_layer_s=3.17e-06,
-            all_reduce_byte_s=0,
-            request_s=0.0008639,
+            eager_parallel_layer_s=0.000321,
+            shared_byte_s=1.263e-13,
+            pair_flop_s=5.281e-15,
+            all_reduce_layer_s=2.986e-06,
+            all_reduce_byte_s=1.07e-12,
+            request_s=0.0008772,
             driver_step_s=0,
-            driver_row_s=8.042e-06,
-            driver_prompt_token_s=3.511e-07,
+            driver_row_s=7.145e-06,
+            driver_prompt_token_s=3.05e-07,
             memory_bytes=1.293e11,
         ),
     ),
