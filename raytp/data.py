@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ import pyarrow as pa
 
 from raytp.batch_job.api import has_chat_template
 from raytp.batch_job.job import failed_row
-from raytp.batch_job.plain_format import PlainFormat, kept_name
+from raytp.batch_job.plain_format import SAMPLING_COLUMNS, PlainFormat, kept_name
 from raytp.batch_job.rows import BadRow, Job, Place, Row
 from raytp.config import check_shared_alone
 from raytp.llm import LLM
+from scheduler.errors import RequestError, shown
 from scheduler.sampling_params import SamplingParams, validate
 
 _TYPES = {
@@ -32,6 +34,9 @@ _TYPES = {
     "error_message": pa.string(),
 }
 """Those of a batch job's columns that have a meaning where rows have no numbers and no files."""
+
+_ASKED = {"id", "prompt", "messages", *SAMPLING_COLUMNS}
+"""Columns that a row is made of."""
 
 
 class Predictor:
@@ -51,7 +56,9 @@ class Predictor:
         **options: Any,
     ) -> None:
         """The arguments are those of `raytp.batch`. Raises RaytpError."""
-        sampling = sampling_params or SamplingParams()
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling_params={shown(sampling_params)} must be a SamplingParams")
         validate(sampling)
         if engine is None:
             self._llm = LLM(model, tensor_parallel_size, show_progress=False, **options)
@@ -61,14 +68,13 @@ class Predictor:
         self._format = PlainFormat(sampling, has_chat_template(self._llm.tokenizer) if chat is None else chat)
 
     def __call__(self, batch: Any) -> pa.Table:
-        """`batch` with the columns of the answers; it is a table of pyarrow, or arrays by the names of columns.
+        """`batch` with the columns of the answers; it is a table of pyarrow or pandas, or arrays by their names.
 
-        Raises EngineError if the engine ends.
+        Raises RequestError if it is no table, EngineError if the engine ends.
         """
-        table = batch if isinstance(batch, pa.Table) else _table(batch)
-        parsed = [
-            self._format.parse(Place(ordinal=i, source="", line=i), row) for i, row in enumerate(table.to_pylist())
-        ]
+        table = _table(batch)
+        _check_names(table.column_names)
+        parsed = [self._format.parse(Place(ordinal=i, source="", line=i), row) for i, row in enumerate(_rows(table))]
         rows = {row.place.ordinal: row for row in parsed if isinstance(row, Row)}
         jobs: list[Job] = [(ordinal, row.request, row.params) for ordinal, row in rows.items()]
         records = {row.place.ordinal: self._format.error_record(row) for row in parsed if isinstance(row, BadRow)}
@@ -97,8 +103,55 @@ def _with_results(table: pa.Table, records: Sequence[Mapping[str, Any]]) -> pa.T
     return kept
 
 
-def _table(columns: Mapping[str, Any]) -> pa.Table:
-    return pa.table({name: pa.array([_plain(value) for value in values]) for name, values in columns.items()})
+def _check_names(names: Sequence[str]) -> None:
+    """Raises RequestError if two columns of the results would have the same name."""
+    sources: dict[str, str] = {}
+    for name in names:
+        other = sources.setdefault(kept_name(name), name)
+        if other is not name:
+            raise RequestError(
+                f"the columns {shown(other)} and {shown(name)} would both be {shown(kept_name(name))} beside the "
+                f"answers: rename one"
+            )
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """What decides on the answers. Other columns may be of types that Python has no values for."""
+    names = [name for name in table.column_names if name in _ASKED]
+    return table.select(names).to_pylist() if names else [{} for _ in range(table.num_rows)]
+
+
+def _table(batch: Any) -> pa.Table:
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, pa.RecordBatch):
+        return pa.Table.from_batches([batch])
+    pandas = sys.modules.get("pandas")
+    try:
+        if pandas is not None and isinstance(batch, pandas.DataFrame):
+            return pa.Table.from_pandas(batch, preserve_index=False).replace_schema_metadata(None)
+        if isinstance(batch, Mapping):
+            return pa.table({name: _array(name, values) for name, values in batch.items()})
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise RequestError(f"the batch cannot be made a table of pyarrow: {error}") from error
+    raise RequestError(
+        f"the batch is of type {type(batch).__name__}: it must be a table of pyarrow or pandas, or arrays by the names "
+        f"of columns"
+    )
+
+
+def _array(name: str, values: Any) -> pa.Array:
+    """A column; raises what pyarrow raises, with the column's name."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+        raise TypeError(
+            f"column {shown(name)} is {shown(values)}, and must be an array or a list, a value for each row"
+        )
+    try:
+        if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype != object:
+            return pa.array(values)
+        return pa.array([_plain(value) for value in values], from_pandas=True)  # NaN is a gap among other values
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise TypeError(f"column {shown(name)}: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import typer
 
 from raytp.cli import console
 from raytp.cli import options as opt
+from raytp.errors import RaytpError
 
 if TYPE_CHECKING:
     from raytp.experiment.running import Outcome
@@ -90,33 +91,34 @@ def experiment(
 
     Writes runs.csv, runs.json, series.csv, pictures and report.html.
     """
+    from raytp.experiment.folder import claimed_folder
     from raytp.experiment.reading import read_experiment
     from raytp.experiment.running import check_experiment
-    from raytp.experiment.tables import as_json, claim_folder
 
     console.keep_results_apart()
     given = {"policies": policy, "seeds": seed, "cluster.kind": on}
     spec, source = read_experiment(file, {name: value for name, value in given.items() if value})
     check_experiment(spec)
     folder = output or Path(f"{file.stem}-results")
-    claim_folder(folder)
-    outcomes, is_interrupted = _run(spec, folder, quiet)
-    records, report = _write(folder, spec, source, outcomes)
-    if json:
-        console.write(as_json(records))
-    elif records:
-        _print(records)
+    with claimed_folder(folder):
+        outcomes, end = _run(spec, folder, quiet)
+        try:
+            if isinstance(end, RaytpError):
+                raise end
+            report = _write(folder, spec, source, outcomes)
+        finally:  # a disk may be full, and the runs were dear
+            _show(spec, outcomes, as_json=json)
     if not quiet and report is not None:
         console.print_note(f"report: {report}")
-    if is_interrupted:
-        console.print_note(f"interrupted: {len(records)} of {len(spec.policies) * len(spec.seeds)} runs are finished")
+    if end is not None:
+        console.print_note(f"interrupted: {len(outcomes)} of {len(spec.policies) * len(spec.seeds)} runs are finished")
         raise typer.Exit(_INTERRUPTED)
-    if any(record["error"] for record in records):
+    if any(outcome.error for outcome in outcomes):
         raise typer.Exit(_SOME_FAILED)
 
 
-def _run(spec: ExperimentSpec, folder: Path, is_quiet: bool) -> tuple[list[Outcome], bool]:
-    """What has come of the runs, and whether a Ctrl-C came before all of them were over."""
+def _run(spec: ExperimentSpec, folder: Path, is_quiet: bool) -> tuple[list[Outcome], BaseException | None]:
+    """What has come of the runs; and what came before all were over: a Ctrl-C, or a folder that takes no results."""
     from raytp.experiment.running import run_all
     from raytp.experiment.tables import write_tables
     from raytp.progress import ProgressBar
@@ -129,25 +131,34 @@ def _run(spec: ExperimentSpec, folder: Path, is_quiet: bool) -> tuple[list[Outco
                 if outcome.error is not None:
                     console.print_note(f"{outcome.policy}, seed {outcome.seed}: {outcome.error}")
                 write_tables(folder, spec, outcomes)
-    except KeyboardInterrupt:
-        return outcomes, True
-    return outcomes, False
+    except (KeyboardInterrupt, RaytpError) as end:
+        return outcomes, end
+    return outcomes, None
 
 
-def _write(
-    folder: Path, spec: ExperimentSpec, source: str, outcomes: Sequence[Outcome]
-) -> tuple[list[dict[str, Any]], Path | None]:
-    """The records, and where the report lies, if there is any to write."""
+def _show(spec: ExperimentSpec, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """On standard output."""
+    from raytp.experiment import tables
+
+    records = [tables.make_record(spec, outcome) for outcome in outcomes]
+    if as_json:
+        console.write(tables.as_json(records))
+    elif records:
+        _print(records)
+
+
+def _write(folder: Path, spec: ExperimentSpec, source: str, outcomes: Sequence[Outcome]) -> Path | None:
+    """Tables, pictures and report; where the report lies, if there is any to write."""
     from raytp.experiment.comparison import draw_comparison
     from raytp.experiment.pictures import draw_policies, write_pictures
     from raytp.experiment.report import write_report
     from raytp.experiment.tables import write_tables
 
     if not outcomes:
-        return [], None
+        return None
     records = write_tables(folder, spec, outcomes)
     pictures = write_pictures(folder, draw_policies(spec, outcomes), draw_comparison(spec, outcomes))
-    return records, write_report(folder, spec, source, records, pictures)
+    return write_report(folder, spec, source, records, pictures)
 
 
 def _print(records: Sequence[Mapping[str, Any]]) -> None:

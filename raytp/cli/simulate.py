@@ -41,7 +41,7 @@ _Rate = Annotated[
     float | None,
     typer.Option(help="Requests a second that arrive at random. Default: all at once.", rich_help_panel=_WORK),
 ]
-_NumRequests = Annotated[int, typer.Option(help="Without a trace.", min=1, rich_help_panel=_WORK)]
+_NumRequests = Annotated[int, typer.Option(help="Without a trace.", min=1, max=10**7, rich_help_panel=_WORK)]
 _PromptTokens = Annotated[int, typer.Option(help="On average, without a trace.", min=1, rich_help_panel=_WORK)]
 _OutputTokens = Annotated[int, typer.Option(help="On average, without a trace.", min=1, rich_help_panel=_WORK)]
 _SimulationSeed = Annotated[int, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)]
@@ -70,7 +70,7 @@ _LoseNode = Annotated[
 ]
 _MAX_REPLICAS = 10_000
 _OPTIONS_OF_A_CLUSTER = ("replicas", "policy", "startup", "provisioning", "gpus_per_node", "lose_node")
-_Price = Annotated[float | None, typer.Option(help="Of a GPU for an hour.", min=0, rich_help_panel=_CLUSTER)]
+_Price = Annotated[float | None, typer.Option(help="Of a GPU for an hour.", min=0, max=1e9, rich_help_panel=_CLUSTER)]
 _Ttft = Annotated[
     float | None,
     typer.Option(help="Find the replicas for which 99% have their first token after so many s.", rich_help_panel=_GOAL),

@@ -1,12 +1,14 @@
 """A Ray cluster of fake nodes on this machine, whose number Ray's own autoscaler decides.
 
 Each fake node is a real raylet; the head offers nothing that ranks could take. Ends what it has started, and nothing
-else: Ray's own `AutoscalingCluster` stops every Ray process of the machine, and fails with the wheel of Ray 2.60.
+else: Ray's own `AutoscalingCluster` stops every Ray process of the machine, and fails with the wheel of Ray 2.60. If it
+is killed itself, `fake_guard` does.
 Called by `raytp.experiment.running`; `raytp.experiment.real` connects to it, and kills nodes of it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -19,20 +21,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from raytp.errors import ConfigError, EngineError
+from raytp.experiment import fake_guard
+from raytp.experiment.fake_guard import kill_session, processes
 from raytp.experiment.spec import ClusterSpec
 from raytp.ray_runtime import interrupt_deferred
 
 _START_TIMEOUT_S = 120.0
-_END_TIMEOUT_S = 15.0
 _SIGTERM_EXIT = 128 + signal.SIGTERM
 _NODE_TYPE = "fake"
 _OBJECT_STORE_BYTES = 10**8
@@ -93,8 +96,8 @@ def fake_cluster(spec: ClusterSpec) -> Iterator[FakeCluster]:
         raise ConfigError("this process has a Ray already, so it cannot use another one: run ray.shutdown() before")
     folder = Path(tempfile.mkdtemp(prefix="raytp-fake-", dir=os.environ.get("RAY_TMPDIR")))
     try:
-        with _sigterm_raised(), _authentication():
-            yield from _run(spec, folder)
+        with _sigterm_raised(), _authentication(), _guard(folder) as guard:
+            yield from _run(spec, folder, guard)
     except EngineError as error:
         raise type(error)(f"{error}\nThe logs of the fake cluster are in {_keep_logs(folder)}") from error
     finally:
@@ -106,7 +109,7 @@ def kill_raylet(raylet_socket: str) -> bool:
 
     Its workers notice, and end within seconds.
     """
-    for pid in _processes():
+    for pid in processes():
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if f"--raylet_socket_name={raylet_socket}".encode() in command and command[0].endswith(b"raylet"):
@@ -115,16 +118,20 @@ def kill_raylet(raylet_socket: str) -> bool:
     return False
 
 
-def _run(spec: ClusterSpec, folder: Path) -> Iterator[FakeCluster]:
-    address = f"{ray.util.get_node_ip_address()}:{_free_port()}"
+def _run(spec: ClusterSpec, folder: Path, guard: IO[bytes]) -> Iterator[FakeCluster]:
+    port, client_port = _free_ports(2)
+    address = f"{ray.util.get_node_ip_address()}:{port}"
     with interrupt_deferred():
-        head = _start_head(address, _config(spec, address), folder)
+        head = _start_head(address, client_port, _config(spec, address), folder)
+        guard.write(b"%d\n" % head.pid)
+        guard.flush()
     try:
         _wait_for_head(address, head, folder / "head.log")
         yield FakeCluster(address, folder / "session_latest" / "logs")
     finally:
         with interrupt_deferred():
-            _kill_session(head)
+            kill_session(head.pid)
+            head.poll()
 
 
 def _config(spec: ClusterSpec, address: str) -> dict[str, Any]:
@@ -149,7 +156,20 @@ def _config(spec: ClusterSpec, address: str) -> dict[str, Any]:
     }
 
 
-def _start_head(address: str, config: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def _guard(folder: Path) -> Iterator[IO[bytes]]:
+    """Where to write the session that is to end with this process, if this one is killed in the block."""
+    command = [sys.executable, "-I", fake_guard.__file__, str(folder)]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True) as guard:
+        assert guard.stdin is not None
+        try:
+            yield guard.stdin
+        finally:
+            guard.kill()
+
+
+def _start_head(address: str, client_port: int, config: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
     """In a session of its own, by which all that comes of it is found, and which no Ctrl-C reaches."""
     file = folder / "autoscaling.json"
     file.write_text(json.dumps(config))
@@ -158,6 +178,8 @@ def _start_head(address: str, config: Mapping[str, Any], folder: Path) -> subpro
     env = os.environ | _ENV | {"PATH": here + os.pathsep + os.environ.get("PATH", os.defpath)}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     command += [f"--port={address.rpartition(':')[2]}", f"--autoscaling-config={file}", f"--temp-dir={folder}"]
+    if importlib.util.find_spec("grpc") is not None:  # the head has a server then, at 10001 unless it is told
+        command.append(f"--ray-client-server-port={client_port}")
     command += ["--include-dashboard=false", "--num-cpus=0", "--num-gpus=0"]
     command += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats"]
     with (folder / "head.log").open("wb") as log:
@@ -188,40 +210,6 @@ def _end_of(log: Path) -> str:
     return lines[-1] if lines else "it wrote nothing"
 
 
-def _kill_session(head: subprocess.Popen[bytes]) -> None:
-    """SIGKILL all processes of the head's session, the autoscaler first, since it would start others."""
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while True:
-        left = [pid for pid in _processes() if _session_of(pid) == head.pid]
-        for pid in sorted(left, key=lambda pid: not _is_monitor(pid)):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        head.poll()
-        if not left or time.monotonic() > deadline:
-            return
-        time.sleep(0.05)
-
-
-def _processes() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _session_of(pid: int) -> int | None:
-    """None if it has ended, or only waits for somebody to ask how."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[3])
-
-
-def _is_monitor(pid: int) -> bool:
-    try:
-        return b"monitor.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 def _keep_logs(folder: Path) -> Path:
     """Where they have been put; the folder itself is about to go."""
     kept = Path(tempfile.mkdtemp(prefix="raytp-fake-logs-"))
@@ -231,11 +219,12 @@ def _keep_logs(folder: Path) -> Path:
     return kept
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytp.errors import ConfigError
 from raytp.experiment.curves import Curve, arrival_curve, count_curve, rate_curve, time_axis
+from raytp.experiment.folder import COMPARISON, replacing
 from raytp.experiment.running import Outcome
 from raytp.experiment.spec import ExperimentSpec, LoseNode
 from raytp.experiment.wording import describe_failure
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#888888"
 DPI = 130
+_MAX_SLUG = 100
+"""Characters; a file's name may have 255."""
 _STYLE: Any = {
     "text.parse_math": False,  # a policy's name may hold anything
     "font.size": 9,
@@ -106,21 +109,19 @@ def draw_policies(spec: ExperimentSpec, outcomes: Sequence[Outcome]) -> dict[str
 def write_pictures(folder: Path, figures: Mapping[str, Figure], comparison: Figure) -> dict[str, str]:
     """PNG files; returns their names by policy, and that of the comparison by "". Raises ConfigError."""
     named = {policy: f"policy-{number}-{_slug(policy)}.png" for number, policy in enumerate(figures, 1)}
-    try:
-        for policy, figure in figures.items():
-            save(figure, folder / named[policy])
-        save(comparison, folder / "comparison.png")
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}") from None
-    return {"": "comparison.png", **named}
+    for policy, figure in [*figures.items(), ("", comparison)]:
+        with replacing(folder / named.get(policy, COMPARISON)) as path:
+            save(figure, path)
+    return {"": COMPARISON, **named}
 
 
 def save(figure: Figure, path: Path) -> None:
     """As PNG, the same bytes for the same figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    with style():
-        FigureCanvasAgg(figure).print_png(str(path), metadata={"Software": None})
+    with style(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name may have letters that the font lacks
+        FigureCanvasAgg(figure).print_png(str(path), metadata={"Software": None}, pil_kwargs={"format": "png"})
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
@@ -255,4 +256,4 @@ def _top(panel: Panel) -> float:
 
 
 def _slug(policy: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", policy).strip("-")
+    return re.sub(r"[^A-Za-z0-9._]+", "-", policy).strip("-")[:_MAX_SLUG]

@@ -6,6 +6,7 @@ and the remedy. Called by `raytp.cli.experiment`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def _read(file: Section, folder: Path, stem: str) -> ExperimentSpec:
         policies=_policies(file),
         seeds=_all_of(file, "seeds", (0,), _seed),
         failures=_all_of(file, "failures", (), _failure),
-        decide_every_s=file.number("decide_every_s", 5.0, above=0),
+        decide_every_s=file.number("decide_every_s", 5.0, above=1e-3),
         price_per_gpu_hour=file.number("price_per_gpu_hour", None),
     )
     file.done()
@@ -90,8 +91,14 @@ def _read(file: Section, folder: Path, stem: str) -> ExperimentSpec:
 def _model(file: Section, folder: Path) -> str | None:
     """A path is one of the file's folder; anything else is a shape or a hub id."""
     name = file.text("model", None)
-    beside = folder / Path(name).expanduser() if name is not None else folder
-    return str(beside) if name is not None and beside.exists() else name
+    if name is None:
+        return None
+    beside = _beside(folder, name)
+    return str(beside) if os.path.exists(beside) else name
+
+
+def _beside(folder: Path, name: str) -> Path:
+    return folder / os.path.expanduser(name)  # pathlib's own raises for a user that there is not
 
 
 def _options(file: Section, tensor_parallel_size: int) -> Mapping[str, Any]:
@@ -121,7 +128,7 @@ def _workload(section: Section, folder: Path) -> WorkloadSpec:
         raise ConfigError("workload.burst_rate needs workload.rate, which holds between bursts; it may be 0 there")
     defaults = WorkloadSpec()
     workload = WorkloadSpec(
-        trace=None if trace is None else folder / Path(trace).expanduser(),
+        trace=None if trace is None else _beside(folder, trace),
         num_requests=section.integer("num_requests", defaults.num_requests, least=1),
         prompt_tokens=section.integer("prompt_tokens", defaults.prompt_tokens, least=1, most=MAX_COUNT // 2),
         output_tokens=section.integer("output_tokens", defaults.output_tokens, least=1, most=MAX_COUNT // 2),

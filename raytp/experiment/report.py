@@ -9,10 +9,9 @@ from typing import Any
 
 import jinja2
 
-from raytp.errors import ConfigError
+from raytp.experiment.folder import REPORT, replacing
 from raytp.experiment.side_by_side import QUANTITIES, as_text, make_rows, value_of
 from raytp.experiment.spec import ExperimentSpec
-from raytp.experiment.tables import REPORT
 from raytp.experiment.wording import describe_cluster, describe_failure
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -59,10 +58,8 @@ def write_report(
         date=records[-1]["date"] if records else "",
         versions=records[-1]["versions"] if records else {},
     )
-    try:
-        (folder / REPORT).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder / REPORT} cannot be written: {error.strerror}") from None
+    with replacing(folder / REPORT) as path:
+        path.write_text(page, encoding="utf-8", errors="replace")
     return folder / REPORT
 
 

@@ -88,4 +88,6 @@ class Rows:
         return [float(np.sum(counts * np.clip((moment - first_s) / length_s, 0.0, 1.0))) for moment in moments]
 
     def _draw(self, what: str, num_tokens: int) -> list[int]:
-        return random.Random(f"{self._seed} {what}").choices(range(self._vocab_size), k=num_tokens)
+        return random.Random(f"{self._seed} {what}".encode("utf-8", "surrogatepass")).choices(
+            range(self._vocab_size), k=num_tokens
+        )

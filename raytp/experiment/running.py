@@ -17,6 +17,7 @@ from raytp.experiment.simulated import check_simulation, run_simulated
 from raytp.experiment.spec import ClusterKind, ExperimentSpec, LoseNode, Run
 from raytp.experiment.workloads import make_requests
 from raytp.model_source import resolve_model
+from raytp.simulator.requests import SimulatedRequest
 from raytp.simulator.results import Results
 from workers.model_config import load_model_config
 
@@ -58,6 +59,7 @@ def run_all(spec: ExperimentSpec, on_progress: Callable[[str, float], None]) -> 
     A run that raises is an outcome with its error, and the next one follows.
     """
     runs = list(itertools.product(spec.policies, spec.seeds))
+    trace = None if spec.workload.trace is None else make_requests(spec.workload, 0)  # the file may change
     for number, (policy, seed) in enumerate(runs):
         label = f"{policy}, seed {seed} ({number + 1} of {len(runs)})"
 
@@ -65,14 +67,21 @@ def run_all(spec: ExperimentSpec, on_progress: Callable[[str, float], None]) -> 
             on_progress(f"{label}: {text}", (number + share) / len(runs))
 
         show(0.0, "starting")
-        yield _run(spec, policy, seed, show)
+        yield _run(spec, policy, seed, trace, show)
 
 
-def _run(spec: ExperimentSpec, policy: str, seed: int, show: Callable[[float, str], None]) -> Outcome:
+def _run(
+    spec: ExperimentSpec,
+    policy: str,
+    seed: int,
+    trace: tuple[SimulatedRequest, ...] | None,
+    show: Callable[[float, str], None],
+) -> Outcome:
     began, start_s = datetime.now(timezone.utc), time.perf_counter()
     results, message = None, None
     try:
-        results = _results(Run(spec=spec, policy=policy, seed=seed, requests=make_requests(spec.workload, seed)), show)
+        requests = make_requests(spec.workload, seed) if trace is None else trace
+        results = _results(Run(spec=spec, policy=policy, seed=seed, requests=requests), show)
     except Exception as error:  # a policy may be anybody's code, and the other runs are not to be lost
         logger.debug("the run failed", exc_info=True)
         message = f"{type(error).__name__}: {error}"

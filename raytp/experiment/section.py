@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from raytp.errors import ConfigError
+from raytp.simulator.seconds import MAX_SECONDS
 from scheduler.errors import shown
 
 T = TypeVar("T")
 
 MAX_COUNT = 10**7
-MAX_SECONDS = 1e8
-"""Three years."""
 
 
 class Section:

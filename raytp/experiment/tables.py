@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import raytp
-from raytp.errors import ConfigError
+from raytp.experiment.folder import RUNS_CSV, RUNS_JSON, SERIES_CSV, replacing
 from raytp.experiment.running import Outcome
 from raytp.experiment.spec import ExperimentSpec, Failure, LoseNode, SlowStart, SlowSteps
 from raytp.simulator.results import Tick
 
 Record: TypeAlias = dict[str, Any]
 
-RUNS_JSON, RUNS_CSV, SERIES_CSV, REPORT = "runs.json", "runs.csv", "series.csv", "report.html"
-_PICTURES = ("comparison.png", "policy-*.png")
 _DISTRIBUTIONS = ("ray", "torch", "numpy")
 _FAILURE_NAMES: Mapping[type, str] = {LoseNode: "lose_node", SlowStart: "slow_start", SlowSteps: "slow_steps"}
 _LATENCIES = [(key, percent) for key in ("ttft", "per_token", "end_to_end") for percent in ("p50", "p90", "p99")]
@@ -43,31 +41,6 @@ _NUMBERS = (
     "cost",
 )
 """Of `Results.summary`, all but the latencies."""
-
-
-def claim_folder(folder: Path) -> None:
-    """Make it, or empty it of an earlier experiment's results. Raises ConfigError if it holds anything else."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"the output {folder} is a file, and must be a folder: name another one")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not _holds_results(folder):
-            raise ConfigError(
-                f"the folder {folder} holds something else than an experiment's results: name another --output"
-            )
-        for pattern in (RUNS_JSON, RUNS_CSV, SERIES_CSV, REPORT, *_PICTURES):
-            for file in folder.glob(pattern):
-                file.unlink()
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}") from None
-
-
-def _holds_results(folder: Path) -> bool:
-    try:
-        records = json.loads((folder / RUNS_JSON).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(records, list) and all(isinstance(each, dict) and "experiment" in each for each in records)
 
 
 def make_record(spec: ExperimentSpec, outcome: Outcome) -> Record:
@@ -92,12 +65,10 @@ def write_tables(folder: Path, spec: ExperimentSpec, outcomes: Sequence[Outcome]
     """Write all of it anew; returns the records. Raises ConfigError."""
     records = [make_record(spec, outcome) for outcome in outcomes]
     names = ["policy", "seed", *(field.name for field in fields(Tick))]
-    try:
-        (folder / RUNS_JSON).write_text(as_json(records), encoding="utf-8")
-        _write_csv(folder / RUNS_CSV, list(_flat(records[0])) if records else [], map(_flat, records))
-        _write_csv(folder / SERIES_CSV, names, _series(outcomes))
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}") from None
+    with replacing(folder / RUNS_JSON) as path:
+        path.write_text(as_json(records), encoding="utf-8")
+    _write_csv(folder / RUNS_CSV, list(_flat(records[0])) if records else [], map(_flat, records))
+    _write_csv(folder / SERIES_CSV, names, _series(outcomes))
     return records
 
 
@@ -151,7 +122,7 @@ def _series(outcomes: Iterable[Outcome]) -> Iterable[Record]:
 
 
 def _write_csv(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8", newline="", errors="replace") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> tuple[Any, str]:
     """What a file holds, and its text. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a name with a zero byte, or what is no text
         raise ConfigError(f"the experiment {path} cannot be read: {error}") from None
     try:
         return yaml.load(text, Loader=_Loader), text

@@ -19,6 +19,7 @@ from raytp.outputs import RequestOutput
 from raytp.progress import ProgressBar
 from raytp.replicas.backlog import Backlog
 from raytp.replicas.crew import Crew, crew_of
+from raytp.replicas.failures import Failures
 from raytp.replicas.gauge import Gauge
 from raytp.replicas.homes import Homes
 from raytp.replicas.replica import Ended, Event, Finished, Ready, Recovering, Replica, ReplicaEngine, Start, State
@@ -33,8 +34,8 @@ _TICK_S = 1.0
 """How often it is asked how many replicas there should be, and whether rows should move."""
 _PATIENCE_S = 5.0
 """How long a replica may be without ranks before others do its rows."""
-_MAX_FAILURES = 3
-"""Replicas that end before they have finished a row, one after another, before no more are started."""
+_MAX_UNPLACED = 32
+"""Replicas that look for a place at once: each takes a process."""
 _CLOSE_TIMEOUT_S = 20.0
 
 
@@ -70,10 +71,7 @@ class ReplicaPool:
         """Those of which something may be left."""
         self.is_closed = False
         self._num_started = 0
-        self._failures: list[Exception] = []
-        """Of replicas that have finished no row, since one that was started later has."""
-        self._num_before_failure = 0
-        """Replicas that had been started at the latest of them."""
+        self._failures = Failures()
         self._ticked_s = self._decided_s = 0.0
         self._is_source_dry = False
         """It has no row just now, but will have others."""
@@ -209,8 +207,7 @@ class ReplicaPool:
             self._backlog.give_back([job])
             return
         replica.num_done += 1
-        if replica.number >= self._num_before_failure:
-            self._failures.clear()
+        self._failures.forget(replica.number)
         self._gauge.count_row(replica, output)
         self._finished.append((key, output))
 
@@ -228,20 +225,18 @@ class ReplicaPool:
             return
         is_of_no_use = replica.num_done == 0 and not isinstance(error, PlacementError)  # a place may be found later
         if is_of_no_use or self._first is None:
-            self._num_before_failure = self._num_started
-            self._failures.append(error)
+            self._failures.add(error, self._num_started)
         if self.replicas or self._may_start:
             logger.warning("replica %d was lost, and others do its %d rows: %s", replica.number, num_rows, error)
 
     def _check_hope(self) -> None:
         """Raises what ended the first of the replicas that failed, if none is left and no other may be started."""
         if not self.replicas and not self._may_start:
-            raise self._failures[0]
+            raise self._failures.first
 
     @property
     def _may_start(self) -> bool:
-        """Before one has ever been ready, all that fail would fail again."""
-        return not self._failures or (self._first is not None and len(self._failures) < _MAX_FAILURES)
+        return self._failures.allow_more(has_had_one=self._first is not None)
 
     def _tick(self, is_needed: bool = False) -> None:
         """Once a second: as many replicas as there should be, and rows away from those that cannot do them."""
@@ -267,8 +262,9 @@ class ReplicaPool:
         target = max(self.scaler.target, 1 if num_waiting else 0)
         staying = [replica for replica in self.replicas if replica.state is not State.LEAVING]
         is_work_left = not self._has_read_all or bool(self._backlog)
-        while len(staying) < target and self._may_start and (is_work_left or not staying):
-            staying.append(self._add())
+        wanted = target if is_work_left else min(target, 1)
+        num_new = min(wanted - len(staying), _MAX_UNPLACED - self.crew().num_waiting)
+        staying += [self._add() for _ in range(num_new if self._may_start else 0)]
         staying.sort(key=lambda replica: (not replica.takes_rows, replica.state is State.STARTING, -replica.load))
         for replica in staying[target:]:
             replica.enter(State.LEAVING)

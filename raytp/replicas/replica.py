@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import queue
 import threading
 import time
@@ -22,8 +21,6 @@ from raytp.errors import EngineClosedError
 from raytp.outputs import EngineInfo, RequestOutput
 from raytp.scaling.window import rows_window
 from scheduler.updates import SchedulerStats
-
-logger = logging.getLogger(__name__)
 
 _MAX_LEAD = 4
 """One that is ahead of another by more than one row in four that it may have gives rows up."""

@@ -8,6 +8,7 @@ from typing import Any
 from raytp.errors import ConfigError
 from raytp.scaling.observation import Policy
 from raytp.scaling.policies import DeadlinePolicy, FixedPolicy, QueuePolicy
+from scheduler.errors import shown
 
 _FORMS = "fixed, fixed:COUNT, queue:SECONDS, deadline:SECONDS or MODULE:FUNCTION"
 
@@ -25,16 +26,16 @@ def load_policy(text: str) -> Policy:
     except ConfigError:
         raise
     except ValueError:
-        raise ConfigError(f"policy {text!r}: {argument!r} is no number; a policy is {_FORMS}") from None
+        raise ConfigError(f"policy {shown(text)}: {shown(argument)} is no number; a policy is {_FORMS}") from None
     if not argument or not all(name.split(".")):
-        raise ConfigError(f"policy {text!r} is not known; a policy is {_FORMS}")
+        raise ConfigError(f"policy {shown(text)} is not known; a policy is {_FORMS}")
     return _load_function(text, name, argument)
 
 
 def _count(argument: str) -> int:
     count = int(argument)
     if count < 0:
-        raise ConfigError(f"policy fixed:{count}: the count must be at least 0")
+        raise ConfigError(f"policy fixed:{shown(count)}: the count must be at least 0")
     return count
 
 
@@ -42,8 +43,12 @@ def _load_function(text: str, module_name: str, function_name: str) -> Policy:
     try:
         function: Any = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # the module may raise anything
-        raise ConfigError(f"policy {text!r} cannot be imported: that raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"policy {shown(text)} cannot be imported: that raised {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
-        raise ConfigError(f"policy {text!r} is no function: it must take an Observation and return a count of replicas")
+        raise ConfigError(
+            f"policy {shown(text)} is no function: it must take an Observation and return a count of replicas"
+        )
     policy: Policy = function
     return policy

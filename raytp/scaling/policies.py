@@ -21,6 +21,8 @@ _SAFETY = 1.15
 """How much more work a deadline policy reckons with than it sees: rates and lengths are estimates."""
 _ROUNDING = 1e-4
 """Of a replica: less is nothing, so that an arrival rate that fades is 0 after some minutes."""
+_PLENTY = 1e9
+"""Replicas: more than any limit. Rows over very few seconds are infinitely many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _with_hysteresis(seen: Observation, wanted: int, wanted_with_slack: int) -> 
 
 
 def _ceil(value: float) -> int:
-    return math.ceil(value - _ROUNDING)
+    return math.ceil(min(value, _PLENTY) - _ROUNDING)
 
 
 def _check_positive(name: str, value: float) -> None:

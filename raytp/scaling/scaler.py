@@ -5,11 +5,18 @@ Called by whoever owns the replicas, every few seconds: `raytp.simulator.cluster
 
 from __future__ import annotations
 
+import logging
 import operator
+import signal
 
 from raytp.errors import ConfigError
 from raytp.scaling.observation import Observation, Policy
 from scheduler.errors import shown
+
+logger = logging.getLogger(__name__)
+
+_SIGTERM_EXIT = 128 + signal.SIGTERM
+"""How a command ends at one."""
 
 
 class Scaler:
@@ -42,13 +49,15 @@ class Scaler:
     def _ask(self, seen: Observation) -> int:
         try:
             answer = self._policy(seen)
-        except Exception as error:  # it may be anybody's code
+        except (Exception, SystemExit) as error:  # it may be anybody's code
+            if isinstance(error, SystemExit) and error.code == _SIGTERM_EXIT:
+                raise  # a signal has come while the policy thought
             raise ConfigError(f"policy {self._name()} raised {type(error).__name__}: {error}") from error
         try:
             if not isinstance(answer, bool):
                 return operator.index(answer)
-        except TypeError:
-            pass
+        except Exception:  # it may be anybody's class
+            logger.debug("the answer is no integer", exc_info=True)
         raise ConfigError(
             f"policy {self._name()} answered {shown(answer)}, which is no integer: it must return a count of replicas"
         )

@@ -6,7 +6,7 @@ Called by `raytp.cli.simulate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from raytp.errors import ConfigError
 from raytp.scaling import FixedPolicy
@@ -16,9 +16,11 @@ from raytp.simulator.hardware import ShardSizes, num_kv_blocks, shard_sizes
 from raytp.simulator.nodes import NodeConfig
 from raytp.simulator.requests import SimulatedRequest
 from raytp.simulator.results import Results
+from raytp.simulator.seconds import check_seconds
 from raytp.simulator.step_time import Coefficients, StepTimes
 from scheduler.config import SchedulerConfig
 from workers.model_config import ModelConfig
+from workers.shard_plan import plan_shards
 
 _LIMITS = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
 """As `EngineConfig` has them on a GPU."""
@@ -32,6 +34,12 @@ class Target:
     per_token_s: float | None = None
     finish_s: float | None = None
     """Until all requests are done."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                check_seconds(field.name, value, may_be_zero=False)
 
     @property
     def is_given(self) -> bool:
@@ -59,8 +67,15 @@ def make_replica(
 ) -> ReplicaConfig:
     """A replica with an engine's default limits, but for those in `limits`, by `SchedulerConfig`'s names.
 
-    Raises ConfigError if the model, or the KV blocks that are asked for, do not fit.
+    Raises ConfigError if the model cannot be split so, or it, or the KV blocks that are asked for, do not fit.
     """
+    plan_shards(
+        num_q_heads=model.num_attention_heads,
+        num_kv_heads=model.num_key_value_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        world_size=tensor_parallel_size,
+    )
     sizes = shard_sizes(model, tensor_parallel_size, int(coefficients.dtype_bytes))
     wanted = {**_LIMITS, "max_model_len": model.max_position_embeddings, **(limits or {})}
     wanted["num_kv_blocks"] = _num_blocks(sizes, coefficients.memory_bytes, wanted)

@@ -22,9 +22,13 @@ from raytp.simulator.replica import Ending, News
 from raytp.simulator.requests import SequenceMaker, SimulatedRequest
 from raytp.simulator.results import RequestTimes, Results
 from raytp.simulator.router import Router
+from raytp.simulator.seconds import check_seconds
 from raytp.simulator.waiting import WaitingRows
 from raytp.simulator.watch import Watch
 from scheduler.errors import RequestError
+
+_MAX_DECISIONS = 10**6
+"""Of the policy, in one run: half a minute's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,9 @@ class ClusterConfig:
     delays: Delays = field(default_factory=Delays)
 
     def __post_init__(self) -> None:
-        if not self.decide_every_s > 0:
-            raise ConfigError(f"decide_every_s={self.decide_every_s:g} must be above 0")
+        check_seconds("decide_every_s", self.decide_every_s, may_be_zero=False)
+        for at_s, _ in self.lost_nodes:
+            check_seconds("when a node is lost", at_s)
 
 
 class Simulation:
@@ -76,6 +81,7 @@ class Simulation:
     def run(self, on_progress: Callable[[float], None]) -> Results:
         """Until every request has ended; `on_progress` is told the share of them that has."""
         if self._requests:
+            self._check_length(self._requests[-1].arrival_s)
             self._call_at(self._requests[0].arrival_s, lambda now_s: self._arrive(0, now_s))
         self._call_at(0.0, self._decide)
         for at_s, node_id in self._config.lost_nodes:
@@ -201,10 +207,20 @@ class Simulation:
                 self._lose_node(node_id, now_s)
 
     def _decide(self, now_s: float) -> None:
+        self._check_length(now_s)
         self._fleet.set_target(self._watch.decide(now_s, len(self._waiting)), now_s)
         self._fleet.nodes.release_idle(now_s)
         self._watch.note(now_s, len(self._waiting))
         self._call_at(now_s + self._config.decide_every_s, self._decide)
+
+    def _check_length(self, seconds: float) -> None:
+        """Raises ConfigError if a run that lasts so long takes too many decisions."""
+        every_s = self._config.decide_every_s
+        if seconds / every_s > _MAX_DECISIONS:
+            raise ConfigError(
+                f"the run lasts over {seconds:g} s, and the policy would be asked every {every_s:g} s, more than "
+                f"{_MAX_DECISIONS:,} times: ask less often, or check that times count in seconds from the beginning"
+            )
 
 
 def simulate(
@@ -214,6 +230,7 @@ def simulate(
 ) -> Results:
     """What becomes of requests, which must be in the order of their arrival, on a cluster.
 
-    Raises ConfigError for a policy that does not answer with an integer, and whatever else the policy raises.
+    Raises ConfigError for a policy that raises or does not answer with an integer, and for a run that does not end in
+    as much time as can be simulated.
     """
     return Simulation(config, requests).run(on_progress)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytp.errors import ConfigError
+from raytp.simulator.seconds import check_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +18,7 @@ class Delay:
     """Counted from 0 in the order in which replicas are asked for; None is every replica."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ConfigError(f"a delay of {self.seconds:g} seconds must be at least 0 and finite")
+        check_seconds("delay", self.seconds)
         if self.replica is not None and self.replica < 0:
             raise ConfigError(f"replica={self.replica} must be at least 0, the first that is asked for")
 

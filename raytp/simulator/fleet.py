@@ -11,6 +11,7 @@ from raytp.errors import ConfigError
 from raytp.simulator.delays import Delays
 from raytp.simulator.nodes import Node, NodeConfig, Nodes
 from raytp.simulator.replica import SimulatedReplica
+from raytp.simulator.seconds import check_seconds
 from raytp.simulator.step_time import StepTimes
 from scheduler.config import SchedulerConfig
 
@@ -26,6 +27,9 @@ class ReplicaConfig:
     """From being placed until it takes rows."""
     takes_plain_steps: bool = True
     """See `SimulatedReplica`."""
+
+    def __post_init__(self) -> None:
+        check_seconds("startup_s", self.startup_s)
 
 
 class ReplicaState(enum.Enum):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raytp.errors import ConfigError
+from raytp.simulator.seconds import check_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class NodeConfig:
             raise ConfigError(
                 f"min_nodes={self.min_nodes} must be from 0 to max_nodes={self.max_nodes}, which must be at least 1"
             )
-        if self.provisioning_s < 0 or self.idle_timeout_s < 0:
-            raise ConfigError("provisioning_s and idle_timeout_s must be at least 0")
+        check_seconds("provisioning_s", self.provisioning_s)
+        check_seconds("idle_timeout_s", self.idle_timeout_s)
 
 
 class Node:

@@ -14,6 +14,8 @@ import numpy as np
 
 from raytp.errors import ConfigError
 from raytp.simulator.plain_steps import SimulatedSequence
+from raytp.simulator.seconds import check_seconds
+from scheduler.errors import shown
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.step import IntArray
 
@@ -38,10 +40,10 @@ class SimulatedRequest:
         for name, least in (("prompt_tokens", 1), ("output_tokens", 1), ("prefix_tokens", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_TOKENS:
-                raise ConfigError(f"{name}={value!r} must be an integer from {least} to {_MAX_TOKENS}")
-        arrival = self.arrival_s
-        if not isinstance(arrival, int | float) or not math.isfinite(arrival) or arrival < 0:
-            raise ConfigError(f"arrival_s={arrival!r} must be a number of seconds, at least 0")
+                raise ConfigError(f"{name}={shown(value)} must be an integer from {least} to {_MAX_TOKENS}")
+        check_seconds("arrival_s", self.arrival_s)
+        if not isinstance(self.prefix_id, str | None):
+            raise ConfigError(f"prefix_id={shown(self.prefix_id)} must be a text")
         if self.prefix_tokens > self.prompt_tokens:
             raise ConfigError(f"prefix_tokens={self.prefix_tokens} exceeds prompt_tokens={self.prompt_tokens}")
         if (self.prefix_tokens > 0) != (self.prefix_id is not None):
@@ -74,10 +76,10 @@ class SequenceMaker:
 def read_trace(path: Path) -> list[SimulatedRequest]:
     """The requests of a file of JSON lines, by arrival. Raises ConfigError that names the line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # a name with a zero byte, or what is no text
         raise ConfigError(f"the trace {path} cannot be read: {error}") from None
-    requests = [_parse(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    requests = [_parse(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not requests:
         raise ConfigError(f"the trace {path} holds no request")
     return sorted(requests, key=lambda request: request.arrival_s)
@@ -127,5 +129,7 @@ def _parse(path: Path, number: int, line: str) -> SimulatedRequest:
         if missing:
             raise ConfigError(f"{missing[0]!r} is missing")
         return SimulatedRequest(**fields)
+    except RecursionError:
+        raise ConfigError(f"the trace {path}, line {number}: it is nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and ConfigError
         raise ConfigError(f"the trace {path}, line {number}: {error}") from None

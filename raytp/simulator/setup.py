@@ -37,11 +37,19 @@ def load_coefficients(gpu: str, files: Sequence[Path]) -> Coefficients:
     if not files:
         return found.coefficients
     records = [record for file in files for record in _read_records(file)]
-    devices = {name for record in records for name in record["gpu"]}
-    if devices != {found.device_name}:
-        raise ConfigError(f"the records are of {', '.join(sorted(devices))}, and gpu={gpu!r} is {found.device_name}")
-    models = {name: load_model(name) for name in {record["model"] for record in records}}
-    return fit(records, models, found.rates)
+    try:
+        devices = {name for record in records for name in record["gpu"]}
+        if devices != {found.device_name}:
+            raise ConfigError(
+                f"the records are of {', '.join(sorted(devices))}, and gpu={gpu!r} is {found.device_name}"
+            )
+        models = {name: load_model(name) for name in {record["model"] for record in records}}
+        return fit(records, models, found.rates)
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
+        names = ", ".join(map(str, files))
+        raise ConfigError(
+            f"the records in {names} are not as raytp bench writes them: {type(error).__name__}: {error}"
+        ) from None
 
 
 def make_requests(
@@ -107,7 +115,7 @@ def make_cluster(
 def _read_records(file: Path) -> list[dict[str, Any]]:
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(records, list) or not all(
         isinstance(record, dict) and "workload" in record for record in records

@@ -173,11 +173,18 @@ def test_simulate_finds_the_least_replicas() -> None:
             ]
         ),
         (("--gpu", "cpu", "--bench", "x.json"), "cannot be read"),
+        (("--bench", "odd.json"), "odd.json are not as raytp bench writes them: KeyError: 'gpu'"),
+        (("-t", "17"), "can be split over 1 to 16 ranks"),
+        (("--startup", "inf"), "startup_s=inf must be a number of seconds"),
+        (("--lose-node", "inf"), "at most 1e+08"),
+        (("--rate", "1e-300"), "must be a number of seconds, at least 0 and at most 1e+08"),
+        (("--ttft", "nan"), "ttft_s=nan must be a number of seconds, above 0"),
         (("-t", "16", "--gpus-per-node", "8"), "lower the tensor-parallel size"),
         (("--replicas", "0"), "--replicas is '0': MIN must be at least 0"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+    Path("odd.json").write_text('[{"workload": "latency"}]')
     done = raytp(*SIMULATE, *arguments)
     assert done.exit_code == 2
     assert words in done.stderr

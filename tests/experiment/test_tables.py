@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from raytp.errors import ConfigError
+from raytp.experiment.folder import claimed_folder, replacing
 from raytp.experiment.running import Outcome
 from raytp.experiment.spec import ExperimentSpec
-from raytp.experiment.tables import claim_folder, write_tables
+from raytp.experiment.tables import write_tables
 from tests.experiment.small_experiment import run
 
 FAILURES = [{"lose_node": {"at_s": 5.0, "node": 0}}, {"slow_steps": {"seconds": 0.001, "replica": None}}]
@@ -85,13 +87,15 @@ def test_a_folder_is_made_or_taken_over_from_an_earlier_experiment(
 ) -> None:
     spec, outcomes, _ = made
     folder = tmp_path / "some" / "results"
-    claim_folder(folder)
-    claim_folder(folder)
+    for _ in range(2):
+        with claimed_folder(folder):
+            assert list(folder.iterdir()) == []
     write_tables(folder, spec, outcomes)
     for name in ("policy-1-fixed.png", "report.html", "notes.txt"):
         (folder / name).write_text("old")
-    claim_folder(folder)
-    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    (folder / ".runs.json.part").write_text("killed while it was written")
+    with claimed_folder(folder):
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("content", [{"notes.txt": "mine"}, {"runs.json": "{}"}, {"runs.json": '[{"workload": "x"}]'}])
@@ -99,7 +103,26 @@ def test_what_is_somebody_else_s_is_left_alone(tmp_path: Path, content: dict[str
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match="something else"):
-        claim_folder(tmp_path)
+        claimed_folder(tmp_path).__enter__()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
     with pytest.raises(ConfigError, match="is a file"):
-        claim_folder(tmp_path / next(iter(content)))
+        claimed_folder(tmp_path / next(iter(content))).__enter__()
+
+
+def test_a_folder_is_one_experiment_s_at_a_time(tmp_path: Path) -> None:
+    with claimed_folder(tmp_path), pytest.raises(ConfigError, match="another experiment is writing"):
+        claimed_folder(tmp_path).__enter__()
+    with claimed_folder(tmp_path):
+        pass
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path) -> None:
+    def write_until_the_disk_is_full() -> None:
+        with replacing(tmp_path / "runs.json") as path:
+            path.write_text("half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "runs.json").write_text("before")
+    with pytest.raises(ConfigError, match="json cannot be written: No space"):
+        write_until_the_disk_is_full()
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"runs.json": "before"}

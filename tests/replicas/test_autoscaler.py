@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -97,8 +98,8 @@ with fake_cluster(ClusterSpec(gpus_per_node=1, min_nodes=1, max_nodes=1)) as clu
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_cluster_that_is_interrupted_leaves_nothing(short_path, number):
+def signalled(short_path, number):
+    """The exit status of a process that has got the signal when its cluster had a node, and what it said."""
     process = subprocess.Popen(
         [sys.executable, "-c", START], env=environment(short_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -109,7 +110,25 @@ def test_a_cluster_that_is_interrupted_leaves_nothing(short_path, number):
         time.sleep(0.1)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode not in (0, -number), errors
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_cluster_that_is_interrupted_leaves_nothing(short_path, number):
+    code, errors = signalled(short_path, number)
+    assert code not in (0, -number), errors
     assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     assert not processes_in(short_path)
     assert not list(short_path.iterdir())
+
+
+def test_a_cluster_whose_owner_is_killed_ends_by_itself(short_path):
+    """It has come up beside another head, which has taken the port of Ray's client."""
+    with socket.socket() as other, contextlib.suppress(OSError):
+        other.bind(("", 10001))  # or somebody else has it
+        other.listen()
+        signalled(short_path, signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while processes_in(short_path) or list(short_path.iterdir()):
+        assert time.monotonic() < deadline, processes_in(short_path)
+        time.sleep(0.1)

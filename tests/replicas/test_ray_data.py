@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytp import SamplingParams
 from raytp.data import Predictor
+from raytp.errors import RequestError
 from tests.batch.commands import MODEL, PAIRS
 from tests.replicas.leftovers import ours, wait_until_nothing_is_left
 
@@ -74,3 +76,41 @@ def test_arrays_are_as_good_as_tables(predictor):
     assert predictor({"prompt": np.array([], dtype=object)}).num_rows == 0
     ids = predictor({"prompt": np.array([[5, 6, 7], [8, 9, 10]]), "ignore_eos": np.array([True, True])})
     assert ids["num_output_tokens"].to_pylist() == [40, 40]
+
+
+def test_pandas_has_its_gaps_and_its_types(predictor):
+    frame = pd.DataFrame(
+        {"prompt": [PAIRS[0][0], None, float("nan")], "day": pd.Timestamp("2026-11-30")}, index=[7, 7, 3]
+    )
+    table = predictor(frame)
+    assert table["error_code"].to_pylist() == [None, "missing_field", "missing_field"]
+    assert table["text"].to_pylist()[0] == PAIRS[0][1]
+    assert pa.types.is_timestamp(table.schema.field("day").type)
+    same = predictor({name: frame[name].to_numpy() for name in frame})
+    assert same["error_code"] == table["error_code"]
+    assert pa.types.is_timestamp(same.schema.field("day").type)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (None, "the batch is of type NoneType"),
+        ([{"prompt": "a"}], "the batch is of type list"),
+        ({"prompt": "a"}, "column 'prompt' is 'a', and must be an array"),
+        ({"prompt": np.array("a")}, "must be an array"),
+        ({"prompt": ["a", 1]}, "column 'prompt': "),
+        ({"prompt": ["\ud800"]}, "column 'prompt': .* surrogates"),
+        ({"prompt": ["a"], "seed": [2**64]}, "column 'seed': "),
+        ({"prompt": ["a", "b"], "other": [1]}, "expected length 2"),
+        ({"prompt": ["a"], "text": ["t"], "input_text": ["i"]}, "'text' and 'input_text' would both be 'input_text'"),
+        (pa.table([["a"], ["b"]], names=["prompt", "prompt"]), "'prompt' and 'prompt' would both"),
+    ],
+)
+def test_what_is_no_table_is_refused_as_a_whole(predictor, batch, words):
+    with pytest.raises(RequestError, match=words):
+        predictor(batch)
+
+
+def test_settings_that_are_none_are_refused_before_anything_starts():
+    with pytest.raises(RequestError, match="sampling_params=3 must be a SamplingParams"):
+        Predictor(MODEL, sampling_params=3)

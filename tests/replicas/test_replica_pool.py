@@ -145,3 +145,25 @@ def test_closing_the_answers_early_and_the_pool_leaves_nothing():
             pass
         results.close()
     assert all(engine.is_shut_down for engine in starter.started)
+
+
+def test_few_look_for_a_place_at_once_however_many_are_wanted():
+    at_work = threading.Event()
+
+    def start(number, on_progress):
+        engine = StubReplica(delay_s=0.01)
+        while number and not at_work.wait(0.05):
+            on_progress("waiting for resources: none are left", 0.0)
+        return engine
+
+    with ReplicaPool(start, fixed(10**6), show_progress=False) as replicas:
+        results = replicas.complete(jobs_of(map(str, range(3000))))
+        counts = []
+        for _ in results:
+            counts.append(replicas.crew())
+            if len(counts) == 300:
+                at_work.set()
+            if counts[-1].num_ready > 64:
+                break
+        results.close()
+    assert max(crew.num_waiting for crew in counts) == 32

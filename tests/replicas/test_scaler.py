@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -60,13 +62,32 @@ def test_a_policy_that_raises_is_an_error_that_names_it_and_what_it_raised():
         Scaler(QueuePolicy(5), 0, 3).decide(None)
 
 
+def test_a_policy_cannot_end_the_command_but_a_signal_can():
+    with pytest.raises(ConfigError, match=r"quits raised SystemExit: 0"):
+        Scaler(quits(0), 0, 3).decide(SEEN)
+    with pytest.raises(SystemExit):
+        Scaler(quits(128 + signal.SIGTERM), 0, 3).decide(SEEN)
+
+
+def quits(code):
+    def quits(seen):
+        sys.exit(code)
+
+    return quits
+
+
+class OddIndex:
+    def __index__(self):
+        raise RuntimeError("no")
+
+
 @pytest.mark.parametrize("answer", [2, np.int64(2), np.uint8(2), np.array(2)])
 def test_any_integer_is_a_count(answer):
     target = Scaler(lambda seen: answer, 0, 3).decide(SEEN)
     assert (target, type(target)) == (2, int)
 
 
-@pytest.mark.parametrize("answer", [True, np.True_, 2.0, np.float64(2), "2", None, Fraction(2), [2]])
+@pytest.mark.parametrize("answer", [True, np.True_, 2.0, np.float64(2), "2", None, Fraction(2), [2], OddIndex()])
 def test_what_is_no_integer_is_no_count(answer):
     with pytest.raises(
         ConfigError, match=r"policy .*<lambda> answered .*, which is no integer: it must return a count"

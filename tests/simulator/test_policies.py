@@ -37,8 +37,8 @@ observations = st.builds(
 )
 policies = st.one_of(
     st.builds(FixedPolicy, st.none() | st.integers(0, 200)),
-    st.builds(QueuePolicy, st.floats(0.1, 1e4)),
-    st.builds(DeadlinePolicy, st.floats(0.1, 1e5)),
+    st.builds(QueuePolicy, st.floats(1e-308, 1e308)),
+    st.builds(DeadlinePolicy, st.floats(1e-308, 1e308)),
     st.sampled_from([lambda seen: -5, lambda seen: 10**9, lambda seen: seen.rows_waiting]),
 )
 

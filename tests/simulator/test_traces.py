@@ -52,6 +52,14 @@ def test_a_trace_is_read_by_arrival(tmp_path: Path) -> None:
         ('{"arrival_s": 0, "prompt_tokens": 1}', "'output_tokens' is missing"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "tokens": 1}', "'tokens' is not known"),
         ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "arrival_s=-1"),
+        ('{"arrival_s": 1770000000, "prompt_tokens": 1, "output_tokens": 1}', "at most 1e+08"),
+        (f'{{"arrival_s": 1{"0" * 400}, "prompt_tokens": 1, "output_tokens": 1}}', "an integer of over 100 digits"),
+        ('{"arrival_s": true, "prompt_tokens": 1, "output_tokens": 1}', "arrival_s=True"),
+        (
+            '{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 1, "prefix_id": [1], "prefix_tokens": 2}',
+            "prefix_id=[1] must be a text",
+        ),
+        ("[" * 100_000, "nested too deeply"),
         ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "prompt_tokens=0"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": true}', "output_tokens=True"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "prefix_id": "p"}', "belong together"),
@@ -69,12 +77,28 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, words: st
     assert words in str(caught.value)
 
 
+def test_any_line_break_but_that_of_lines_may_stand_in_a_prefix_id(tmp_path: Path) -> None:
+    """As JSON has it; and what Windows puts before the first line and after each is not in the way."""
+    file = tmp_path / "trace.jsonl"
+    line = {"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 1, "prefix_id": "a\u2028b\x85c", "prefix_tokens": 2}
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(line, ensure_ascii=False).encode() + b"\r\n")
+    assert read_trace(file) == [SimulatedRequest(**line)]  # type: ignore[arg-type]
+
+
+def test_a_run_without_end_is_refused() -> None:
+    once = SimulatedRequest(arrival_s=9e7, prompt_tokens=1, output_tokens=1)
+    with pytest.raises(ConfigError, match="more than 1,000,000 times"):
+        simulate(fixed_cluster(small_replica(), 1), [once])
+
+
 def test_a_trace_that_is_empty_or_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="no request"):
         read_trace(tmp_path / "empty")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "no\0name")
 
 
 def test_arrivals_at_random_have_the_rate_and_the_spread_of_poisson() -> None:
