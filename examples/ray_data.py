@@ -34,7 +34,7 @@ def main() -> None:
         fn_constructor_kwargs=engine,
         batch_format="pyarrow",
         batch_size=1024,  # an engine works on one batch at a time: much more than it runs at once
-        concurrency=(1, arguments.max_engines),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=arguments.max_engines),
         num_cpus=0,  # the ranks take what they need by themselves
     )
     answers.write_parquet(arguments.output)

@@ -1,7 +1,7 @@
 """Faults by seed in an engine at work: whether every request is answered, and with the tokens of an undisturbed run.
 
-Plans the faults, runs the same requests without and with them, and compares. Called by `raytp.cli.chaos`; looks at the
-engine only through `raytp.llm`.
+Plans the faults, runs the same requests without and with them, and compares. Called by `raytp.cli.chaos`; starts
+engines by `raytp.connection`, and looks at them only through `raytp.llm`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from raytp.config import EngineConfig, make_engine_config
+from raytp.connection import start_engine
 from raytp.errors import ConfigError
 from raytp.llm import LLM
 from raytp.outputs import ProgressCallback, Recovery, RequestOutput
@@ -126,16 +128,19 @@ def run_chaos(
         "heartbeat_timeout_s": _HEARTBEAT_TIMEOUT_S,
         "max_restarts": len(faults) + 5,
     } | options
-    with LLM(model, tensor_parallel_size, show_progress=False, **settings) as llm:
+    config = make_engine_config(tensor_parallel_size, settings)
+    with _start(model, config, on_progress) as llm:
         prompts = _make_prompts(seed, num_requests, llm.model_config.vocab_size)
         start = time.monotonic()
         expected = _answer(llm, prompts, num_waves, lambda num: on_progress("without faults", num / num_requests))
         undisturbed_s = time.monotonic() - start
-    with LLM(model, tensor_parallel_size, show_progress=False, faults=faults, **settings) as llm:
+    with _start(model, replace(config, faults=faults), on_progress) as llm:
         start, started_at = time.monotonic(), time.time()
 
         def report(num_done: int) -> None:
-            on_progress(f"with faults, ranks replaced {len(llm.recoveries())} times", num_done / num_requests)
+            num_times = len(llm.recoveries())
+            text = f"with faults, ranks replaced {num_times} time{'' if num_times == 1 else 's'}"
+            on_progress(text, num_done / num_requests)
 
         outputs = _answer(llm, prompts, num_waves, report)
         disturbed_s = time.monotonic() - start
@@ -149,6 +154,10 @@ def run_chaos(
         undisturbed_s=undisturbed_s,
         disturbed_s=disturbed_s,
     )
+
+
+def _start(model: str | os.PathLike[str] | None, config: EngineConfig, on_progress: ProgressCallback) -> LLM:
+    return LLM.of(start_engine(model, config, on_progress), show_progress=False)
 
 
 def _make_prompts(seed: int, num_prompts: int, vocab_size: int) -> list[list[int]]:

@@ -44,14 +44,15 @@ def start_engine(
 ) -> Connection:
     """Resolve a model and start an engine, of the caller's own or, with a `name`, a shared one. Raises RaytpError."""
     if name is not None:  # before a model is downloaded in vain
-        join_ray()
+        on_progress("finding the cluster", 0.0)
+        join_ray(on_progress)
         check_name(name)
     source = resolve_model(model, on_progress=on_progress)
     model_config = load_model_config(source.path)
     generation_config = load_generation_config(source.path)
     on_progress("starting Ray", 0.0)
     loading = TokenizerLoading(source.path)
-    ensure_ray(config.tensor_parallel_size)
+    ensure_ray(config.tensor_parallel_size, on_progress)
     tokenizer = loading.result()
     num_token_ids = None if tokenizer is None else tokenizer.num_ids
     worker_config = make_worker_config(config, model_config, source.path, num_token_ids)
@@ -68,18 +69,18 @@ def start_engine(
     )
 
 
-def describe_engine(name: str) -> EngineDescription:
+def describe_engine(name: str, on_progress: ProgressCallback | None = None) -> EngineDescription:
     """A shared engine, whatever its state. Raises EngineNotFoundError."""
-    join_ray()
+    join_ray(on_progress)
     return find_engine(name).describe()
 
 
-def connect_engine(name: str) -> Connection:
+def connect_engine(name: str, on_progress: ProgressCallback | None = None) -> Connection:
     """A shared engine that has started. Raises EngineNotFoundError, or EngineError if it has not yet, or has failed.
 
     The model's folder may not exist here; what callers need of it comes from the driver.
     """
-    join_ray()
+    join_ray(on_progress)
     driver = find_engine(name)
     description = driver.describe()
     if description.error is not None:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raytp.batch_job.api import has_chat_template
 from raytp.batch_job.job import failed_row
 from raytp.batch_job.plain_format import SAMPLING_COLUMNS, PlainFormat, kept_name
 from raytp.batch_job.rows import BadRow, Job, Place, Row
 from raytp.config import check_shared_alone
 from raytp.llm import LLM
+from raytp.prompts import has_chat_template
 from scheduler.errors import RequestError, shown
 from scheduler.sampling_params import SamplingParams, validate
 
@@ -42,7 +42,12 @@ _ASKED = {"id", "prompt", "messages", *SAMPLING_COLUMNS}
 class Predictor:
     """Answers the rows of a batch, each by itself: one that fails has its error in its columns, and ends nothing.
 
-    `dataset.map_batches(Predictor, fn_constructor_kwargs={"model": ...}, concurrency=(1, 4), num_cpus=0)`
+    dataset.map_batches(
+        Predictor,
+        fn_constructor_kwargs={"model": ...},
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=4),
+        num_cpus=0,
+    )
     """
 
     def __init__(

@@ -214,6 +214,7 @@ class Driver:
             device=self._worker_config.device,
             device_names=tuple(report.device_name for report in reports),
             hostnames=tuple(node.hostname for node in self._ranks.group.nodes),
+            node_ids=tuple(node.node_id for node in self._ranks.group.nodes),
             dtype=self._worker_config.dtype,
             attention_backend=reports[0].attention_backend,
             num_kv_blocks=limits.num_kv_blocks,

@@ -72,7 +72,9 @@ class LLM:
         on after `shutdown`, which ends only what this LLM has running. Raises EngineNotFoundError if there is none of
         that name, EngineError if it is not ready.
         """
-        return cls.of(connect_engine(name), show_progress=show_progress)
+        with ProgressBar("finding the cluster", show_progress) as bar:
+            connection = connect_engine(name, bar.update)
+        return cls.of(connection, show_progress=show_progress)
 
     @classmethod
     def of(cls, connection: Connection, *, show_progress: bool | None = None) -> LLM:

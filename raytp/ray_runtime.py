@@ -15,31 +15,43 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from raytp.errors import EngineError, PlacementError
+from raytp.outputs import ProgressCallback
 from raytp.placement import resource_of
 
 _JOIN_TIMEOUT_S = 15.0
+_PROBE_TIMEOUT_S = 3.0
+_one_at_a_time = threading.Lock()
+"""Ray is started once in a process, whichever threads want it."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
 _OWNER_KEY = b"raytp:owner"
 """In the store of a Ray that a raytp process has started for itself: that process."""
 
 
-def ensure_ray(num_ranks: int) -> None:
+def silence_ray() -> None:
+    """For a process that is raytp's own: Ray does not print that workers have died.
+
+    It takes those that raytp has killed for victims of a lack of memory, in ten lines; raytp itself says what is amiss.
+    """
+    ray._private.worker._worker_logs_enabled = False
+
+
+def ensure_ray(num_ranks: int, on_progress: ProgressCallback | None = None) -> None:
     """Use the Ray this process has, else the cluster of RAY_ADDRESS (set inside a Ray job), else start a local one.
 
     The local one has at least as many CPUs as there are ranks, and ends with this process. Raises EngineError if Ray
     cannot be joined or started.
     """
-    if ray.is_initialized():
-        return
     if os.environ.get("RAY_ADDRESS"):
-        join_ray()
+        join_ray(on_progress)
         return
     try:
-        with interrupt_deferred():
-            _start_ray(num_ranks)
+        with _one_at_a_time, interrupt_deferred():
+            if not ray.is_initialized():
+                _start_ray(num_ranks)
     except Exception as error:  # Ray raises many kinds, few of them its own
         raise EngineError(
             f"Ray cannot be started on this machine: {error} (it needs room in a temporary folder with a short path, "
@@ -47,19 +59,25 @@ def ensure_ray(num_ranks: int) -> None:
         ) from error
 
 
-def join_ray() -> None:
+def join_ray(on_progress: ProgressCallback | None = None) -> None:
     """Use the Ray this process has, else the cluster of RAY_ADDRESS, else the one that runs on this machine.
 
-    Raises EngineError if it cannot be joined, or there is none.
+    `on_progress` is told if it is waited for. Raises EngineError if it cannot be joined, or there is none.
     """
-    if ray.is_initialized():
-        return
+    with _one_at_a_time:
+        if not ray.is_initialized():
+            _join_ray(on_progress)
+
+
+def _join_ray(on_progress: ProgressCallback | None) -> None:
     address = os.environ.get("RAY_ADDRESS")
+    if address == "auto":
+        address = None
     try:
         if address:
-            _wait_for_listener(address)
+            _wait_for_listener(address, on_progress)
         with interrupt_deferred():
-            ray.init(address=None if address else "auto", log_to_driver=False, logging_level=logging.WARNING)
+            _init(address=address or _find_on_this_machine())
     except Exception as error:
         if address:
             raise EngineError(
@@ -68,8 +86,8 @@ def join_ray() -> None:
                 f"this machine"
             ) from error
         raise EngineError(
-            f"no Ray cluster was found on this machine ({error}): start one that stays with ray start --head, or set "
-            f"RAY_ADDRESS to the address of another one"
+            f"no Ray cluster on this machine can be joined ({error}): start one that stays with ray start --head, or "
+            f"set RAY_ADDRESS to the address of another one"
         ) from error
     owner = None if address else _internal_kv_get(_OWNER_KEY)
     if owner is not None:
@@ -102,17 +120,30 @@ def logs_folder() -> str:
 
 def _start_ray(num_ranks: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Its only word is that tokens are asked for, as they should be.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, num_ranks),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    _init(address="local", num_cpus=max(os.cpu_count() or 1, num_ranks), include_dashboard=False)
     _internal_kv_put(_OWNER_KEY, _this_process())
     atexit.register(_kill_workers_without_ray)  # runs before Ray's own, which does not look for them
+
+
+def _init(**options: Any) -> None:
+    # Its only word is that tokens are asked for, as they should be.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
+
+
+def _find_on_this_machine() -> str:
+    """What Ray calls "auto": the address that ray start has noted last, else that of any Ray here.
+
+    Ray itself takes them as they are: one that has ended, it would try for minutes. Raises ConnectionError.
+    """
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as Ray does for "auto" alone
+    services: Any = ray._private.services
+    noted = services.find_bootstrap_address(None)
+    services.find_gcs_addresses.cache_clear()
+    for address in (noted, *sorted(services.find_gcs_addresses())):
+        if address and _why_deaf(address) is None:
+            return str(address)
+    raise ConnectionError(f"the one at {noted}, which ray start has noted, has ended" if noted else "none is running")
 
 
 def _this_process() -> bytes:
@@ -132,23 +163,30 @@ def _kill_workers_without_ray() -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
-def _wait_for_listener(address: str) -> None:
+def _wait_for_listener(address: str, on_progress: ProgressCallback | None) -> None:
     """Raise OSError if nothing listens at `address`, where it is a host and a port: Ray itself would try for minutes.
 
     A cluster that is just starting has a moment to come up.
     """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while (error := _why_deaf(address)) is not None:
+        if time.monotonic() > deadline:
+            raise error
+        if on_progress is not None:
+            on_progress(f"waiting for the cluster: nothing listens at {address} yet", 0.0)
+        time.sleep(0.5)
+
+
+def _why_deaf(address: str) -> OSError | None:
+    """Why nothing can be reached at a host and a port; None if something listens, or if it is an address of a kind."""
     host, _, port = address.rpartition(":")
     if not host or "/" in address or not port.isdecimal():
-        return
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_TIMEOUT_S).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def choose_device() -> str:

@@ -108,13 +108,14 @@ class TokenizerLoading:
         # middle of a fork that had not taken it.
         import concurrent.futures.thread  # noqa: F401
 
-        # No daemon: a process that is interrupted now must not end in the middle of the thread's imports.
-        self._thread = threading.Thread(target=self._load, name="raytp-tokenizer")
-        self._thread.start()
+        # No daemon: a process that is interrupted now must not end in the middle of the thread's imports. And nobody
+        # joins it: after an interrupted join(), Python 3.11 takes a thread for one that has ended.
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._load, name="raytp-tokenizer").start()
 
     def result(self) -> Tokenizer | None:
         """The tokenizer; None if the model came without one. Raises what `Tokenizer.load` raises."""
-        self._thread.join()
+        self._has_ended.wait()
         if self._error is not None:
             raise self._error
         return self._tokenizer
@@ -125,6 +126,8 @@ class TokenizerLoading:
                 self._tokenizer = Tokenizer.load(self._path)
         except Exception as error:  # whatever it is, it must not end with this thread
             self._error = error
+        finally:
+            self._has_ended.set()
 
 
 def _has_vocabulary(path: Path) -> bool:

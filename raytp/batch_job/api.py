@@ -21,7 +21,7 @@ from raytp.batch_job.progress import BatchSummary, JobProgress
 from raytp.batch_job.readers import InputFile, Reader, find_files, find_format, table_schema
 from raytp.batch_job.rows import Engine
 from raytp.errors import BatchError, ConfigError, EngineError
-from raytp.prompts import has_chat_template as has_chat_template
+from raytp.prompts import has_chat_template
 from raytp.scaling import Policy
 from scheduler.sampling_params import SamplingParams, validate
 
@@ -168,7 +168,7 @@ def run_job(
 ) -> BatchSummary:
     """See `batch`."""
     job = _plan(input, output, settings)
-    return _run(job, choice, job.identity(choice.identity()), show_progress)
+    return _run(job, choice, job.identity(choice.identity(show_progress)), show_progress)
 
 
 def _run(job: _Job, choice: EngineChoice, identity: dict[str, Any], show_progress: bool | None) -> BatchSummary:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raytp.config import check_shared_alone, make_engine_config
 from raytp.errors import ConfigError
 from raytp.model_files import model_digest
+from raytp.progress import ProgressBar
 from raytp.scaling import Policy, Scaler, load_policy
 from raytp.scaling.limits import read_limits
 from scheduler.errors import shown
@@ -50,34 +51,39 @@ class EngineChoice:
         policy = load_policy(self.policy) if isinstance(self.policy, str) else self.policy
         return Scaler(policy, least, most)
 
-    def identity(self) -> dict[str, str]:
-        """What tells its model from others. Raises RaytpError if there is none."""
+    def identity(self, show_progress: bool | None) -> dict[str, str]:
+        """What tells its model from others; it is downloaded for that. Raises RaytpError if there is none."""
         if self.shared is not None:
             from raytp.connection import describe_engine
 
-            engine = describe_engine(self.shared)
+            with ProgressBar("finding the cluster", show_progress, names_stages=True) as bar:
+                engine = describe_engine(self.shared, bar.update)
             return {"name": engine.model_name, "digest": engine.model_digest}
         from raytp.model_source import resolve_model
 
-        source = resolve_model(self.model)
+        with ProgressBar("finding the model", show_progress, names_stages=True) as bar:
+            source = resolve_model(self.model, bar.update)
         return {"name": source.name, "digest": model_digest(source.path)}
 
     def start(self, show_progress: bool | None, num_unread: Callable[[], int]) -> LLM | ReplicaPool:
         """The engine, ready when it is entered. Raises RaytpError."""
+        from raytp.connection import start_engine
         from raytp.llm import LLM
 
         scaler = self.scaler()
         if scaler is not None:
             return self._start_replicas(scaler, show_progress, num_unread)
-
         if self.shared is not None:
             return LLM.connect(self.shared, show_progress=show_progress)
-        return LLM(self.model, self.tensor_parallel_size, show_progress=show_progress, **self.options)
+        config = make_engine_config(self.tensor_parallel_size, dict(self.options))
+        with ProgressBar("starting Ray", show_progress, names_stages=True) as bar:
+            return LLM.of(start_engine(self.model, config, bar.update), show_progress=show_progress)
 
     def _start_replicas(self, scaler: Scaler, show_progress: bool | None, num_unread: Callable[[], int]) -> ReplicaPool:
         from raytp.replicas.pool import ReplicaPool
         from raytp.replicas.starting import prepare_start
 
         config = make_engine_config(self.tensor_parallel_size, dict(self.options))
-        start = prepare_start(self.model, config, scaler.min_replicas)
+        with ProgressBar("starting Ray", show_progress, names_stages=True):
+            start = prepare_start(self.model, config, scaler.min_replicas)
         return ReplicaPool(start, scaler, num_unread=num_unread, show_progress=show_progress)

@@ -24,7 +24,7 @@ from raytp.outputs import RequestOutput
 
 _ORDER_WINDOW = 4096
 """Rows that `ordered` may be ahead of the one that is still missing."""
-_GRACE_S = {signal.SIGINT: (5.0, "finishing what is in flight"), signal.SIGTERM: (0.0, "committing")}
+_GRACE_S = {signal.SIGINT: (5.0, "finishing what is in flight, for 5 s at most"), signal.SIGTERM: (0.0, "committing")}
 """For what is in flight at a signal, and what to call that."""
 
 
@@ -178,7 +178,7 @@ class BatchJob:
             restore()
             grace_s, what = _GRACE_S[signal.Signals(number)]
             self._deadline_s = time.monotonic() + grace_s
-            self._progress.note(f"interrupted: {what}; once more ends it at once")
+            self._progress.note(f"interrupted: {what}; once more ends that at once")
 
         def restore() -> None:
             for number, handler in earlier.items():

@@ -14,9 +14,9 @@ from raytp.bench.workloads import WORKLOADS, Case, make_cases
 from raytp.errors import ConfigError
 from raytp.model_source import resolve_model
 from raytp.progress import ProgressBar
+from raytp.shapes import find_shape
 from workers.model_config import load_model_config
 
-_SHAPES = Path(__file__).parent / "shapes"
 _ALL = "all"
 _MAX_MODEL_LEN = 4096
 """nano-vLLM's benchmark sets it, and every workload fits into it."""
@@ -41,9 +41,9 @@ def make_plan(
     """`model` is a shape, which gets random weights, or whatever `LLM` takes. Raises RaytpError."""
     if workload not in (*WORKLOADS, _ALL):
         raise ConfigError(f"workload={workload!r} must be one of {', '.join((*WORKLOADS, _ALL))}")
-    is_shape = model in [path.name for path in _SHAPES.iterdir()]
+    shape = find_shape(model)
     with ProgressBar("finding the model", None) as bar:
-        source = resolve_model(_SHAPES / model if is_shape else model, bar.update)
+        source = resolve_model(shape or model, bar.update)
     config = load_model_config(source.path)
     cases = {name: make_cases(name, num_prompts, config.vocab_size) for name in WORKLOADS if workload in (name, _ALL)}
     max_model_len = options.get("max_model_len", min(_MAX_MODEL_LEN, config.max_position_embeddings))
@@ -58,6 +58,6 @@ def make_plan(
         path=source.path,
         name=source.name,
         tensor_parallel_size=tensor_parallel_size,
-        options={**options, "max_model_len": max_model_len, "load_format": "dummy" if is_shape else "auto"},
+        options={**options, "max_model_len": max_model_len, "load_format": "auto" if shape is None else "dummy"},
         cases=cases,
     )

@@ -8,6 +8,7 @@ import typer
 
 from raytp.cli import console
 from raytp.cli import options as opt
+from raytp.cli.interrupts import acknowledge_interrupts
 
 if TYPE_CHECKING:
     from raytp.batch_job.api import Settings
@@ -59,7 +60,7 @@ _Ordered = Annotated[
 _Errors = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE",
+        metavar="<file>",
         help="A JSONL file for the rows that fail. Default: they stand in OUTPUT.",
         rich_help_panel=_OUTPUT,
     ),
@@ -69,7 +70,7 @@ _MaxFailures = Annotated[
 ]
 _Summary = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Write the numbers at the end to this file, as JSON.", rich_help_panel=_OUTPUT),
+    typer.Option(metavar="<file>", help="Write the numbers at the end to this file, as JSON.", rich_help_panel=_OUTPUT),
 ]
 _Restart = Annotated[
     bool,
@@ -79,7 +80,7 @@ _Restart = Annotated[
 _Replicas = Annotated[
     str | None,
     typer.Option(
-        metavar="MIN:MAX",
+        metavar="<MIN:MAX>",
         help="Engines that share the rows, each with its own ranks; N alone is N:N. Default: one.",
         rich_help_panel=_ENGINE,
     ),
@@ -165,7 +166,10 @@ def _run(
     input: str, output: str, settings: Settings, engine: EngineChoice, summary: str | None, is_quiet: bool
 ) -> None:
     from raytp.batch_job.api import BatchInterrupted, run_job, write_summary
+    from raytp.ray_runtime import silence_ray
 
+    silence_ray()
+    acknowledge_interrupts("stopping, which may take a few seconds: what is finished is saved")
     try:
         done = run_job(input, output, settings, engine, False if is_quiet else None)
     except BatchInterrupted as interrupted:

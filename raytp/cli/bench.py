@@ -22,7 +22,8 @@ _MEASUREMENT, _MODEL = "Measurement", "Model and engine"
 _ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="qwen3-0.6b or qwen3-8b, with random weights; or a Hugging Face folder, a .gguf file or a hub name."
+        metavar="MODEL",
+        help="qwen3-0.6b or qwen3-8b, with random weights; or a Hugging Face folder, a .gguf file or a hub name.",
     ),
 ]
 _Workload = Annotated[
@@ -100,6 +101,8 @@ def bench(
     from raytp.bench.plan import make_plan
     from raytp.bench.run import run
     from raytp.bench.table import print_records
+    from raytp.ray_runtime import silence_ray
 
+    silence_ray()
     plan = make_plan(model, workload, num_prompts, tensor_parallel_size, options)
     print_records(run(plan, runs, use_profile=profile, file=json, report=console.print_note))

@@ -65,8 +65,10 @@ def chaos(
     """
     from raytp.chaos import plan_faults, run_chaos
     from raytp.progress import ProgressBar
+    from raytp.ray_runtime import silence_ray
     from workers.faults import KINDS
 
+    silence_ray()
     chosen = KINDS if kinds is None else tuple(kind.strip() for kind in kinds.split(","))
     given = {
         "load_format": load_format,
@@ -78,7 +80,7 @@ def chaos(
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     planned = plan_faults(seed, faults, tensor_parallel_size, chosen)
     console.keep_results_apart()
-    with ProgressBar("starting", False if quiet else None) as bar:
+    with console.warnings_off(), ProgressBar("starting", False if quiet else None, names_stages=True) as bar:
         report = run_chaos(
             model,
             tensor_parallel_size,

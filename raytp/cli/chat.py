@@ -9,6 +9,7 @@ import sys
 
 from raytp.cli import console
 from raytp.cli.engine import EngineOptions, stream_answer
+from raytp.cli.interrupts import leave_interrupts_alone
 from raytp.llm import LLM
 from raytp.prompts import encode_conversation, has_chat_template
 from scheduler.errors import RequestError
@@ -77,6 +78,7 @@ def _talk(session: _Session) -> None:
     """Until Ctrl-D, /exit, or a Ctrl-C at the prompt that follows another one."""
     import readline  # noqa: F401 (gives input() editing and a history)
 
+    leave_interrupts_alone()
     console.print_note("/help lists the commands, Ctrl-D ends")
     was_interrupted = False
     while True:

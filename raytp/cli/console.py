@@ -6,9 +6,12 @@ Standard output is for results alone, so that it can be piped.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _results: TextIO | None = None
@@ -55,6 +58,18 @@ def keep_results_apart() -> None:
     """
     global _results
     _results, sys.stdout = sys.stdout, sys.stderr
+
+
+@contextmanager
+def warnings_off() -> Iterator[None]:
+    """Of the deaths of ranks, where they are asked for."""
+    logger = logging.getLogger("raytp")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def write(text: str) -> None:

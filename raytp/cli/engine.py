@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytp.config import EngineConfig, check_shared_alone, make_engine_config
+from raytp.connection import connect_engine, start_engine
 from raytp.llm import LLM
+from raytp.progress import ProgressBar
+from raytp.ray_runtime import silence_ray
 from scheduler.errors import RequestError
 from scheduler.sampling_params import SamplingParams
 from scheduler.step import IntArray
@@ -32,11 +35,17 @@ class EngineOptions:
 
     def start(self) -> LLM:
         """The engine, ready. Raises RaytpError."""
+        silence_ray()
         show_progress = False if self.quiet else None
-        if self.engine is None:
-            return LLM(self.model, self.tensor_parallel_size, show_progress=show_progress, **self._given())
-        check_shared_alone(self.engine, self.model, self.tensor_parallel_size, self._given())
-        return LLM.connect(self.engine, show_progress=show_progress)
+        if self.engine is not None:
+            check_shared_alone(self.engine, self.model, self.tensor_parallel_size, self._given())
+            with ProgressBar("finding the cluster", show_progress, names_stages=True) as bar:
+                connection = connect_engine(self.engine, bar.update)
+        else:
+            config = self.config()
+            with ProgressBar("finding the model", show_progress, names_stages=True) as bar:
+                connection = start_engine(self.model, config, bar.update)
+        return LLM.of(connection, show_progress=show_progress)
 
     def config(self) -> EngineConfig:
         """The settings of an engine to be started. Raises ConfigError."""

@@ -47,7 +47,9 @@ def serve_engine(
     from raytp.cli.engine import EngineOptions
     from raytp.connection import start_engine
     from raytp.progress import ProgressBar
+    from raytp.ray_runtime import silence_ray
 
+    silence_ray()
     options = EngineOptions(
         model,
         tensor_parallel_size,
@@ -58,13 +60,14 @@ def serve_engine(
         quiet,
         min_tensor_parallel_size=min_tensor_parallel_size,
     )
-    with ProgressBar("finding the cluster", False if quiet else None) as bar:
-        report = _LogOfStages().update if not quiet and not sys.stderr.isatty() else bar.update
-        started = start_engine(model, options.config(), report, name)
+    with ProgressBar("finding the cluster", False if quiet else None, names_stages=True) as bar:
+        started = start_engine(model, options.config(), bar.update, name)
     info = started.info
     where = ", ".join(dict.fromkeys(info.hostnames))
+    num_ranks = len(info.hostnames)
     console.write(
-        f"engine {name} is ready: {started.model_name} on {len(info.hostnames)} ranks ({info.device}) of {where}\n"
+        f"engine {name} is ready: {started.model_name} on "
+        f"{num_ranks} rank{'' if num_ranks == 1 else 's'} ({info.device}) of {where}\n"
         f"use it:   raytp batch INPUT OUTPUT --engine {name}\n"
         f'          LLM.connect("{name}")\n'
         f"see it:   raytp engines\n"
@@ -74,10 +77,9 @@ def serve_engine(
 
 def engines(json: opt.Json = False) -> None:
     """List the engines that serve-engine has started in the Ray cluster."""
-    from raytp.ray_runtime import join_ray
     from raytp.shared_engines import list_engines
 
-    join_ray()
+    _join()
     found = list_engines()
     if json:
         for engine in found:
@@ -90,25 +92,20 @@ def engines(json: opt.Json = False) -> None:
 
 def stop(name: _Name) -> None:
     """End an engine that serve-engine has started; whoever is using it gets an error."""
-    from raytp.ray_runtime import join_ray
     from raytp.shared_engines import stop_engine
 
-    join_ray()
+    _join()
     stop_engine(name)
     console.print_note(f"engine {name} has ended")
 
 
-class _LogOfStages:
-    """A line for each stage of the start-up, where there is no terminal for a bar."""
+def _join() -> None:
+    from raytp.progress import ProgressBar
+    from raytp.ray_runtime import join_ray, silence_ray
 
-    def __init__(self) -> None:
-        self._stage = ""
-
-    def update(self, stage: str, _: float) -> None:
-        """Say so if it is a new one."""
-        if stage != self._stage:
-            self._stage = stage
-            console.print_note(stage)
+    silence_ray()
+    with ProgressBar("finding the cluster", None, names_stages=True) as bar:
+        join_ray(bar.update)
 
 
 def _print_table(engines: list[EngineDescription]) -> None:

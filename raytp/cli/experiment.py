@@ -10,6 +10,7 @@ import typer
 
 from raytp.cli import console
 from raytp.cli import options as opt
+from raytp.cli.interrupts import acknowledge_interrupts
 from raytp.errors import RaytpError
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ EXPERIMENT_EXAMPLES = r"""[bold]A file[/bold], whose keys docs/autoscaling.md ex
 
 model: qwen3-8b
 
-workload: {num_requests: 2000, prompt_tokens: 512, output_tokens: 256, rate: 10}
+workload: {num_requests: 6000, prompt_tokens: 2000, output_tokens: 500, rate: 12}
 
-cluster: {kind: simulated, gpu: h200, provisioning_s: 120, startup_s: 60}
+cluster: {kind: simulated, gpu: h200, gpus_per_node: 1, provisioning_s: 120, startup_s: 60}
 
-replicas: 0:8
+replicas: 1:8
 
-policies: \[fixed, queue:30, deadline:600]
+policies: \[fixed, queue:30, deadline:660]
 
 [bold]Examples[/bold]
 
@@ -50,6 +51,7 @@ raytp experiment nodes.yaml --on fake
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
 _MAX_WIDTH = 100_000
+_STOPPING = "stopping, which may take seconds: finished runs are kept; Ctrl-C again does not wait for engines to end"
 _RUNS, _OUTPUT = "Runs", "Output"
 _File = Annotated[
     Path,
@@ -59,19 +61,23 @@ _Folder = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Of tables, pictures and report. Default: FILE's name with -results.",
+        help="Folder of tables, pictures and report. Default: FILE's name with -results.",
         rich_help_panel=_OUTPUT,
     ),
 ]
 _On = Annotated[
     str | None,
-    typer.Option(help="simulated, fake or ray, in place of the file's cluster.kind.", rich_help_panel=_RUNS),
+    typer.Option(
+        help="Where to run: simulated, fake or ray, in place of the file's cluster.kind.", rich_help_panel=_RUNS
+    ),
 ]
 _Policy = Annotated[
-    list[str] | None, typer.Option(help="In place of the file's; may be given several times.", rich_help_panel=_RUNS)
+    list[str] | None,
+    typer.Option(help="A policy, in place of the file's; may be given several times.", rich_help_panel=_RUNS),
 ]
 _Seed = Annotated[
-    list[int] | None, typer.Option(help="In place of the file's; may be given several times.", rich_help_panel=_RUNS)
+    list[int] | None,
+    typer.Option(help="A seed, in place of the file's; may be given several times.", rich_help_panel=_RUNS),
 ]
 _Json = Annotated[
     bool, typer.Option("--json", help="Print what runs.json holds, and no table.", rich_help_panel=_OUTPUT)
@@ -94,12 +100,18 @@ def experiment(
     from raytp.experiment.folder import claimed_folder
     from raytp.experiment.reading import read_experiment
     from raytp.experiment.running import check_experiment
+    from raytp.experiment.spec import ClusterKind
 
     console.keep_results_apart()
     given = {"policies": policy, "seeds": seed, "cluster.kind": on}
     spec, source = read_experiment(file, {name: value for name, value in given.items() if value})
     check_experiment(spec)
+    if spec.cluster.kind is not ClusterKind.SIMULATED:
+        from raytp.ray_runtime import silence_ray
+
+        silence_ray()
     folder = output or Path(f"{file.stem}-results")
+    acknowledge_interrupts(_STOPPING)
     with claimed_folder(folder):
         outcomes, end = _run(spec, folder, quiet)
         try:
@@ -124,12 +136,15 @@ def _run(spec: ExperimentSpec, folder: Path, is_quiet: bool) -> tuple[list[Outco
     from raytp.progress import ProgressBar
 
     outcomes: list[Outcome] = []
+    num_runs = len(spec.policies) * len(spec.seeds)
+    if not is_quiet:
+        console.print_note(f"{num_runs} run{'' if num_runs == 1 else 's'}, whose results go to {folder}")
     try:
         with ProgressBar("starting", False if is_quiet else None) as bar:
             for outcome in run_all(spec, bar.update):
                 outcomes.append(outcome)
-                if outcome.error is not None:
-                    console.print_note(f"{outcome.policy}, seed {outcome.seed}: {outcome.error}")
+                if trouble := outcome.error or (outcome.results and outcome.results.refusal()):
+                    console.print_note(f"{outcome.policy}, seed {outcome.seed}: {trouble}")
                 write_tables(folder, spec, outcomes)
     except (KeyboardInterrupt, RaytpError) as end:
         return outcomes, end

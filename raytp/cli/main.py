@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from raytp.cli import console
 from raytp.cli import options as opt
+from raytp.cli.interrupts import acknowledge, acknowledge_interrupts
 from raytp.errors import ConfigError, RaytpError
 
 _WRONG_USAGE = 2
@@ -63,13 +64,16 @@ class _Group(TyperGroup):
     """Ends the process as a shell expects it, whatever a command raises."""
 
     def invoke(self, ctx: Any) -> Any:
+        acknowledge_interrupts("stopping, which may take a few seconds")
         try:
             return super().invoke(ctx)
         except RaytpError as error:
             console.print_error(error)
             raise typer.Exit(_WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
         except KeyboardInterrupt:
+            acknowledge()
             console.print_note("interrupted")
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # imports of other threads may have to end, too
             raise typer.Exit(_INTERRUPTED) from None
         except BrokenPipeError:
             console.discard_stdout()

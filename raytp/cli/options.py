@@ -18,7 +18,8 @@ _INPUT, _SAMPLING, _MODEL, _OUTPUT = "Input", "Sampling", "Model and engine", "O
 Version = Annotated[bool, typer.Option("--version", help="Show the version.")]
 
 Prompt = Annotated[
-    str | None, typer.Argument(help="The prompt; - or nothing reads standard input.", show_default=False)
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The prompt; - or nothing reads standard input.", show_default=False),
 ]
 PromptFile = Annotated[
     Path | None,
@@ -75,7 +76,7 @@ Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.", rich_h
 Stop = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="TEXT", help="Text that ends an answer; may be given several times.", rich_help_panel=_SAMPLING
+        metavar="<text>", help="Text that ends an answer; may be given several times.", rich_help_panel=_SAMPLING
     ),
 ]
 
@@ -83,7 +84,7 @@ _MODEL_HELP = (
     "A Hugging Face folder, a .gguf file, or a hub name such as Qwen/Qwen3-0.6B. Default: the small embedded model."
 )
 Model = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP, rich_help_panel=_MODEL)]
-ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, show_default=False)]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
 TensorParallelSize = Annotated[
     int,
     typer.Option(
@@ -110,7 +111,7 @@ Dtype = Annotated[
 Engine = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME",
+        metavar="<name>",
         help="An engine that serve-engine has started, instead of one of the command's own.",
         rich_help_panel=_MODEL,
     ),
@@ -128,7 +129,7 @@ MemoryFraction = Annotated[
 Memory = Annotated[
     float | None,
     typer.Option(
-        metavar="GIB", help="Show how many tokens of KV cache fit in so much memory a rank.", rich_help_panel=_MODEL
+        metavar="<GiB>", help="Show how many tokens of KV cache fit in so much memory a rank.", rich_help_panel=_MODEL
     ),
 ]
 

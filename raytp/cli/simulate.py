@@ -41,14 +41,25 @@ _Rate = Annotated[
     float | None,
     typer.Option(help="Requests a second that arrive at random. Default: all at once.", rich_help_panel=_WORK),
 ]
-_NumRequests = Annotated[int, typer.Option(help="Without a trace.", min=1, max=10**7, rich_help_panel=_WORK)]
-_PromptTokens = Annotated[int, typer.Option(help="On average, without a trace.", min=1, rich_help_panel=_WORK)]
-_OutputTokens = Annotated[int, typer.Option(help="On average, without a trace.", min=1, rich_help_panel=_WORK)]
+_NumRequests = Annotated[
+    int, typer.Option(help="How many requests there are, without a trace.", min=1, max=10**7, rich_help_panel=_WORK)
+]
+_PromptTokens = Annotated[
+    int, typer.Option(help="Tokens of a prompt on average, without a trace.", min=1, rich_help_panel=_WORK)
+]
+_OutputTokens = Annotated[
+    int, typer.Option(help="Tokens of an answer on average, without a trace.", min=1, rich_help_panel=_WORK)
+]
 _SimulationSeed = Annotated[int, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)]
-_Replicas = Annotated[str, typer.Option(help="COUNT, or MIN:MAX for a policy.", rich_help_panel=_CLUSTER)]
+_Replicas = Annotated[
+    str, typer.Option(help="How many replicas: COUNT, or MIN:MAX for a policy.", rich_help_panel=_CLUSTER)
+]
 _Policy = Annotated[
     str,
-    typer.Option(help="fixed, queue:SECONDS, deadline:SECONDS or MODULE:FUNCTION.", rich_help_panel=_CLUSTER),
+    typer.Option(
+        help="What decides on their number: fixed, queue:SECONDS, deadline:SECONDS or MODULE:FUNCTION.",
+        rich_help_panel=_CLUSTER,
+    ),
 ]
 _Startup = Annotated[
     float, typer.Option(help="Seconds that a replica takes to start.", min=0, rich_help_panel=_CLUSTER)
@@ -57,7 +68,7 @@ _Provisioning = Annotated[
     float, typer.Option(help="Seconds that a new node takes to come.", min=0, rich_help_panel=_CLUSTER)
 ]
 _GpusPerNode = Annotated[
-    int | None, typer.Option(help="Of a node. Default: those of a replica.", min=1, rich_help_panel=_CLUSTER)
+    int | None, typer.Option(help="GPUs of a node. Default: those of a replica.", min=1, rich_help_panel=_CLUSTER)
 ]
 _LoseNode = Annotated[
     list[float] | None,
@@ -70,7 +81,9 @@ _LoseNode = Annotated[
 ]
 _MAX_REPLICAS = 10_000
 _OPTIONS_OF_A_CLUSTER = ("replicas", "policy", "startup", "provisioning", "gpus_per_node", "lose_node")
-_Price = Annotated[float | None, typer.Option(help="Of a GPU for an hour.", min=0, max=1e9, rich_help_panel=_CLUSTER)]
+_Price = Annotated[
+    float | None, typer.Option(help="Price of a GPU for an hour.", min=0, max=1e9, rich_help_panel=_CLUSTER)
+]
 _Ttft = Annotated[
     float | None,
     typer.Option(help="Find the replicas for which 99% have their first token after so many s.", rich_help_panel=_GOAL),
@@ -131,6 +144,8 @@ def simulate(
         console.write(json_format.dumps({**summary, "series": results.series()}) + "\n")
     else:
         _print(summary)
+    if refusal := results.refusal():
+        console.print_note(refusal)
 
 
 def _refuse_options_of_a_cluster(context: typer.Context) -> None:
@@ -154,12 +169,14 @@ def _answer(
     from raytp.simulator.capacity import least_replicas
     from raytp.simulator.cluster import simulate as run
 
-    with ProgressBar("simulating", None) as bar:
+    with ProgressBar("simulating", None, names_stages=True) as bar:
         if target.is_given:
             replica: ReplicaConfig = cluster.replica
-            return least_replicas(
-                replica, requests, target, max_replicas, lambda count: bar.update(f"trying {count} replicas", 0.0)
-            )
+
+            def show(count: int, share: float) -> None:
+                bar.update(f"trying {count:,} replica{'' if count == 1 else 's'}", share)
+
+            return least_replicas(replica, requests, target, max_replicas, show)
         results = run(cluster, requests, lambda share: bar.update("simulating", share))
         is_fixed = cluster.min_replicas == cluster.max_replicas
         return (cluster.max_replicas if is_fixed else None), results

@@ -7,7 +7,6 @@ and the remedy. Called by `raytp.cli.experiment`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from raytp.experiment.spec import (
 from raytp.experiment.yaml_file import read_yaml
 from raytp.scaling import load_policy
 from raytp.scaling.limits import read_limits
+from raytp.scaling.loading import look_also_in
 from raytp.simulator.measured import GPUS
 from raytp.simulator.requests import read_trace
 from scheduler.errors import shown
@@ -43,15 +43,13 @@ def read_experiment(path: Path, instead: Mapping[str, Any] | None = None) -> tup
     """The experiment that a file describes, and the file's text.
 
     `instead`: values in place of the file's, by key, such as {"seeds": [1], "cluster.kind": "fake"}. The file's traces
-    and models are looked for beside it, and so are modules of policies: its folder becomes one that modules are
-    imported from, as a script's folder is. Raises ConfigError.
+    and models are looked for beside it, and so are modules of policies. Raises ConfigError.
     """
     content, text = read_yaml(path)
     for key, value in (instead or {}).items():
         content = _replaced(content, key.split("."), value)
     folder = path.resolve().parent
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    look_also_in(str(folder))
     try:
         return _read(Section("", content), folder, path.stem), text
     except ConfigError as error:

@@ -131,13 +131,14 @@ class RealRun:
         least, deadline = self._spec.cluster.min_nodes, self._spec.cluster.idle_timeout_s + _LEAVE_TIMEOUT_S
         end_s = time.monotonic() + deadline
         while len(self._nodes.alive) > least and time.monotonic() < end_s:
-            self._on_progress(1.0, f"waiting for {len(self._nodes.alive) - least} idle nodes to go")
+            num_idle = len(self._nodes.alive) - least
+            self._on_progress(1.0, f"waiting for {num_idle} idle node{'' if num_idle == 1 else 's'} to go")
             self._account.note(self._clock(), len(self._nodes.alive))
             time.sleep(_LOOK_EVERY_S)
             self._nodes.look()
         self._account.note(self._clock(), len(self._nodes.alive), is_last=True)
         if len(self._nodes.alive) > least:
-            logger.warning("%d nodes are still there %g s after the last row", len(self._nodes.alive), deadline)
+            logger.warning("nodes still there %g s after the last row: %d", deadline, len(self._nodes.alive))
 
 
 class _Nodes:

@@ -24,7 +24,7 @@ class Crew:
     num_leaving: int
     """They finish what they have."""
     num_nodes: int
-    """Hosts on which there are ranks of those that are ready."""
+    """On which there are ranks of those that are ready. As Ray counts them: fake nodes share a host."""
 
     @property
     def num_pending(self) -> int:
@@ -53,11 +53,11 @@ def crew_of(replicas: Sequence[Replica]) -> Crew:
     ready = [replica for replica in replicas if replica.takes_rows]
     leaving = [replica for replica in replicas if replica.state is State.LEAVING]
     waiting = [replica for replica in replicas if replica.state is State.STARTING and replica.placed_s is None]
-    hosts = {name for replica in ready if replica.engine is not None for name in replica.engine.info.hostnames}
+    nodes = {node for replica in ready if replica.engine is not None for node in replica.engine.info.node_ids}
     return Crew(
         num_ready=len(ready),
         num_starting=len(replicas) - len(ready) - len(leaving) - len(waiting),
         num_waiting=len(waiting),
         num_leaving=len(leaving),
-        num_nodes=len(hosts),
+        num_nodes=len(nodes),
     )

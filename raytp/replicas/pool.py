@@ -142,12 +142,13 @@ class ReplicaPool:
         self.replicas, self._ending, self.is_closed = [], left, True
 
     def _wait_for_first(self) -> None:
-        with ProgressBar("starting replicas", self._show_progress) as bar:
+        with ProgressBar("starting replicas", self._show_progress, names_stages=True) as bar:
             while self._first is None:
                 self._tick(is_needed=True)
                 if self.replicas:
                     stage, fraction = max((replica.stage for replica in self.replicas), key=lambda stage: stage[1])
-                    bar.update(f"{len(self.replicas)} replicas: {stage}", fraction)
+                    num_replicas = len(self.replicas)
+                    bar.update(f"{num_replicas} replica{'' if num_replicas == 1 else 's'}: {stage}", fraction)
                 self._take_events(0.2)
                 self._check_hope()
 

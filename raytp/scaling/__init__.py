@@ -1,8 +1,8 @@
 """How many replicas there should be: pure functions from an observation to a count.
 
 `observation` (what a policy sees), `policies` (`fixed`, `queue`, `deadline`), `loading` (a policy by its text, also the
-user's own), `scaler` (limits, and the memory that pure functions lack), `meter` (what a replica has shown it can do),
-`window` (how many rows it may have).
+user's own), `blame` (where that one raised), `scaler` (limits, and the memory that pure functions lack), `meter` (what
+a replica has shown it can do), `window` (how many rows it may have).
 Driven by `raytp.simulator` and by real replicas alike. Knows nothing of Ray, of time other than what it is told, or of
 how a replica is started or ended.
 """

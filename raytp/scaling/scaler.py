@@ -10,6 +10,7 @@ import operator
 import signal
 
 from raytp.errors import ConfigError
+from raytp.scaling.blame import raised
 from raytp.scaling.observation import Observation, Policy
 from scheduler.errors import shown
 
@@ -52,7 +53,7 @@ class Scaler:
         except (Exception, SystemExit) as error:  # it may be anybody's code
             if isinstance(error, SystemExit) and error.code == _SIGTERM_EXIT:
                 raise  # a signal has come while the policy thought
-            raise ConfigError(f"policy {self._name()} raised {type(error).__name__}: {error}") from error
+            raise ConfigError(f"policy {self._name()} {raised(error)}") from error
         try:
             if not isinstance(answer, bool):
                 return operator.index(answer)

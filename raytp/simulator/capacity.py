@@ -119,24 +119,23 @@ def least_replicas(
     requests: Sequence[SimulatedRequest],
     target: Target,
     max_replicas: int,
-    on_try: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[int, float], None] = lambda count, share: None,
 ) -> tuple[int, Results]:
     """The least number that meets the target, and its run: doubled until it is met, then halved in between.
 
-    More replicas are taken to be no worse. Raises ConfigError if `max_replicas` are too few.
+    More replicas are taken to be no worse. `on_progress` is told the number that is tried, and the share of its
+    requests that have ended. Raises ConfigError if `max_replicas` are too few.
     """
 
     def run(count: int) -> Results:
-        on_try(count)
-        return simulate(fixed_cluster(replica, count), requests)
+        return simulate(fixed_cluster(replica, count), requests, lambda share: on_progress(count, share))
 
     too_few, count = 0, 1
     results = run(count)
     while not target.is_met(results):
         if count == max_replicas:
-            raise ConfigError(
-                f"{max_replicas} replicas do not meet the target either: raise --max-replicas or relax it"
-            )
+            all_of_them = "1 replica does" if max_replicas == 1 else f"{max_replicas} replicas do"
+            raise ConfigError(f"{all_of_them} not meet the target either: raise --max-replicas or relax it")
         too_few, count = count, min(2 * count, max_replicas)
         results = run(count)
     while count - too_few > 1:

@@ -66,6 +66,14 @@ class Results:
         tokens = sum(one.output_tokens for one in self.requests if one.error is None)
         return tokens / self.seconds if self.seconds else 0.0
 
+    def refusal(self) -> str | None:
+        """How many requests could not be served, and why the first of them could not, if there are any."""
+        refused = [one for one in self.requests if one.error is not None]
+        if not refused:
+            return None
+        whose = "" if len(refused) == 1 else f"; the first, which arrives after {refused[0].arrival_s:g} s"
+        return f"refused {len(refused):,} of {len(self.requests):,} requests{whose}: {refused[0].error}"
+
     def latencies(self) -> dict[str, dict[str, float]]:
         """Percentiles in seconds: `ttft` to the first token, `per_token` between tokens, `end_to_end`."""
         served = [one for one in self.requests if one.error is None]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import raytp.bench
 from raytp.errors import ConfigError
 from raytp.model_source import resolve_model
 from raytp.scaling import load_policy
+from raytp.shapes import find_shape
 from raytp.simulator.capacity import make_replica
 from raytp.simulator.cluster import ClusterConfig
 from raytp.simulator.fit import fit
@@ -21,14 +21,10 @@ from raytp.simulator.requests import SimulatedRequest, batch, poisson, read_trac
 from raytp.simulator.step_time import Coefficients
 from workers.model_config import ModelConfig, load_model_config
 
-_SHAPES = Path(raytp.bench.__file__).parent / "shapes"
-
 
 def load_model(name: str | None) -> ModelConfig:
     """The config of a shape that `raytp bench` knows, or of whatever `LLM` takes. Raises RaytpError."""
-    if name is not None and name in [path.name for path in _SHAPES.iterdir()]:
-        return load_model_config(_SHAPES / name)
-    return load_model_config(resolve_model(name).path)
+    return load_model_config(find_shape(name or "") or resolve_model(name).path)
 
 
 def load_coefficients(gpu: str, files: Sequence[Path]) -> Coefficients:

@@ -48,6 +48,9 @@ def test_an_interrupt_lets_what_is_in_flight_finish_for_a_few_seconds(tmp_path):
     start_s = time.monotonic()
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, ""), errors
+    assert (
+        errors.index("starting Ray\n") < errors.index("starting ranks\n") < errors.index("what is finished is saved\n")
+    )
     assert "the same command again does the rows that are left" in errors
     stopped = json.loads(summary.read_text())
     assert stopped["status"] == "interrupted"

@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from raytp.cli import app
+from raytp.cli.experiment import EXPERIMENT_EXAMPLES
+from raytp.experiment.reading import read_experiment
 from tests.experiment.small_experiment import write
 
 FILES = {"runs.csv", "runs.json", "series.csv", "report.html", "comparison.png"}
@@ -137,6 +139,46 @@ def test_simulate_prints_a_table_or_json(tmp_path: Path) -> None:
     assert ticks == [5.0 * index for index in range(len(ticks))]
     assert last == done["seconds"]
     assert f"{done['seconds']:,.1f}" in table.stdout
+
+
+def test_simulate_says_what_it_does_and_why_requests_are_refused() -> None:
+    """A log has a line at once. Of two prompts that are too long the first is explained."""
+    lines = [{"arrival_s": at_s, "prompt_tokens": 50_000 * at_s + 1, "output_tokens": 5} for at_s in range(3)]
+    Path("trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = raytp("simulate", "-m", "qwen3-0.6b", "--trace", "trace.jsonl", "--finish-in", "9")
+    assert done.exit_code == 0
+    trying, refused = done.stderr.splitlines()
+    assert trying == "trying 1 replica"
+    assert refused.startswith("refused 2 of 3 requests; the first, which arrives after 1 s: the prompt has 50001")
+    assert "max_model_len=40960" in refused
+    Path("small.yaml").write_text("{model: qwen3-0.6b, workload: {trace: trace.jsonl}, policies: [fixed]}")
+    done = raytp("experiment", "small.yaml")
+    assert done.stderr.splitlines()[0] == "1 run, whose results go to small-results"
+    assert f"fixed, seed 0: {refused}" in done.stderr
+
+
+def test_modules_of_policies_lie_beside_the_file_or_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    for folder, count in ((tmp_path, 3), (tmp_path / "beside", 2)):
+        (folder / "near_policy.py").write_text(f"def f(seen):\n    return {count}\n")
+    (tmp_path / "here_policy.py").write_text("def f(seen):\n    return 1\n")
+    write(tmp_path / "beside" / "small.yaml", policies=["near_policy:f", "here_policy:f"], seeds=[0])
+    done = raytp("experiment", "beside/small.yaml", "--json", "--quiet")
+    assert [each["peak_replicas"] for each in json.loads(done.stdout)] == [2, 1]
+    assert json.loads(raytp(*SIMULATE, "--policy", "here_policy:f", "--json").stdout)["peak_replicas"] == 1
+
+
+def test_a_shape_has_no_real_engines(tmp_path: Path) -> None:
+    refused = raytp("experiment", str(write(tmp_path / "small.yaml")), "--on", "fake")
+    assert refused.exit_code == 2
+    assert "model qwen3-0.6b is a shape without weights, for raytp simulate" in refused.stderr
+
+
+def test_the_file_in_the_help_is_an_experiment_whose_nodes_come_one_by_one(tmp_path: Path) -> None:
+    shown = EXPERIMENT_EXAMPLES.split("[bold]")[1].split("\n", 1)[1]
+    (tmp_path / "small.yaml").write_text(shown.replace("\\[", "["))
+    spec, _ = read_experiment(tmp_path / "small.yaml")
+    assert (spec.cluster.gpus_per_node, spec.cluster.min_nodes, spec.cluster.max_nodes) == (1, 1, 8)
 
 
 def test_simulate_loses_nodes() -> None:

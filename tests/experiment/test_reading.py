@@ -179,7 +179,7 @@ def test_the_examples_are_experiments(name: str) -> None:
         ("policies: [soon]", r"policies\[0\]: policy 'soon' is not known"),
         ("policies: [queue]", r"policies\[0\]: policy 'queue'"),
         ("policies: [3]", r"policies\[0\] is 3, and must be a policy"),
-        ("policies: [no_such_module:f]", "cannot be imported"),
+        ("policies: [no_such_module:f]", "there is no module no_such_module in the current folder"),
         ("policies: [broken_policy_of_reading:f]", "raised ZeroDivisionError"),
         ("policies: [fixed, queue:3, fixed]", r"policies\[2\] is 'fixed', which stands there already"),
         ("policies: [fixed]\nseeds: [-1]", r"seeds\[0\] is -1"),

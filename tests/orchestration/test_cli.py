@@ -46,6 +46,9 @@ TIMEOUT_S = 120
 MARK = "RAYTP_TEST_RUN"
 
 
+STOPPING = "stopping, which may take a few seconds\n"
+
+
 @pytest.fixture
 def run_env() -> Iterator[dict[str, str]]:
     """An environment that marks all processes of one run; no marked process may be left at the end."""
@@ -100,6 +103,8 @@ def test_generate_prints_the_answer_alone_on_stdout(raytp):
     done = raytp("generate", PRESIDENT, "--model", str(MODEL), "-t", "2")
     assert (done.returncode, done.stdout) == (0, QUESTIONS[PRESIDENT] + "\n")
     assert re.search(r"\d+ tokens in [\d.]+ s, [\d.]+ tok/s; \d+ prompt tokens, 0 cached\n$", done.stderr)
+    stages = done.stderr.splitlines()
+    assert stages.index("starting Ray") < stages.index("starting ranks"), "a log says how far it is"
 
 
 def test_piped_lines_become_json_objects_in_order(raytp):
@@ -224,7 +229,7 @@ def test_interrupt_ends_a_long_answer_and_every_process(run_env, endless_model):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its foreground
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert errors == "interrupted\n"
+    assert errors == STOPPING + "interrupted\n"
 
 
 def test_interrupt_while_ray_starts_neither_hangs_nor_is_lost(run_env):
@@ -233,9 +238,11 @@ def test_interrupt_while_ray_starts_neither_hangs_nor_is_lost(run_env):
     while len(processes_of(run_env)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
+    start = time.monotonic()
+    assert process.stderr.readline() == STOPPING
+    assert time.monotonic() - start < 2, "it is answered at once, although Ray goes on starting"
     answer, errors = process.communicate(timeout=60)
-    assert (process.returncode, answer) == (130, ""), errors
-    assert errors == "interrupted\n", errors
+    assert (process.returncode, answer, errors) == (130, "", "interrupted\n")
 
 
 def test_sigterm_ends_it_quietly(run_env, endless_model):
@@ -265,7 +272,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(run_env, endless_model):
 
 def start_endless(model: Path, env: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, "generate", GALAXY, "--model", str(model), "--max-tokens", "90000"],
+        [*COMMAND, "generate", GALAXY, "--model", str(model), "--max-tokens", "90000", "--quiet"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

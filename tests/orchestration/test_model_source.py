@@ -155,6 +155,17 @@ def test_path_that_is_not_there(name: str) -> None:
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000, "zero\0byte/model"])
+def test_path_that_cannot_be(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="no model at"):
+        resolve_model(name)
+
+
+def test_a_shape_is_no_model() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"qwen3-8b is a shape without weights.* raytp simulate"):
+        resolve_model("qwen3-8b")
+
+
 def test_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         resolve_model(tmp_path)

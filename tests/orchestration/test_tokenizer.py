@@ -312,3 +312,23 @@ def test_cost_of_a_token_does_not_grow(tiny: Tokenizer) -> None:
                 detokenizer.push([token_id])
             seconds.append(time.process_time() - started)
         assert seconds[-1] < 5 * seconds[0] + 0.1
+
+
+INTERRUPTED = """
+import atexit, os, signal, sys, threading
+from pathlib import Path
+from raytp.tokenizer import TokenizerLoading
+loading = TokenizerLoading(Path(sys.argv[1]))
+atexit.register(lambda: print(loading._tokenizer is not None))
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    loading.result()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_who_is_interrupted_does_not_end_in_the_midst_of_imports() -> None:
+    """Else torch complains, as its modules are taken down."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(TINY)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted\nTrue\n", "")

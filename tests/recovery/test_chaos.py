@@ -60,6 +60,7 @@ def test_an_engine_under_faults_loses_nothing_and_the_command_says_so() -> None:
     options = ["-t", "2", "--device", "cpu", "--seed", "9", "--faults", "3", "--requests", "40", "--json", "--quiet"]
     result = CliRunner().invoke(app, ["chaos", str(TRIVIA), *options, "--kinds", "kill,raise,corrupt"])
     assert result.exit_code == 0, result.output
+    assert result.stderr == "", "deaths that were asked for are no news"
     report = json.loads(result.stdout.splitlines()[-1])
     assert (report["is_ok"], report["num_requests"], report["num_lost"], report["num_changed"]) == (True, 40, 0, 0)
     faults = [Fault(**outcome["fault"]) for outcome in report["outcomes"]]

@@ -22,7 +22,7 @@ class StubReplica:
     tokenizer = None
 
     def __init__(self, *, rows_at_once: int = 4, delay_s: float = 0.001, dies_after: int | None = None) -> None:
-        self.info: Any = SimpleNamespace(max_num_seqs=rows_at_once, hostnames=("here",))
+        self.info: Any = SimpleNamespace(max_num_seqs=rows_at_once, hostnames=("here",), node_ids=("a",))
         self.delay_s = delay_s
         self.dies_after = dies_after
         self.recovering = threading.Event()

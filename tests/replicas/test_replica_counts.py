@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from raytp.errors import ConfigError
-from raytp.replicas.crew import Crew
+from raytp.replicas.crew import Crew, crew_of
+from raytp.replicas.replica import State
 from raytp.scaling.limits import read_limits
 
 
@@ -14,6 +17,12 @@ def test_a_crew_in_words():
     assert crew.as_text() == "2 replicas on 1 node, 1 starting, 3 waiting for room"
     assert crew.num_pending == 4
     assert Crew(num_ready=0, num_starting=0, num_waiting=0, num_leaving=0, num_nodes=0).as_text() == "0 replicas"
+
+
+def test_nodes_of_one_host_are_several_nodes():
+    engines = [SimpleNamespace(info=SimpleNamespace(hostnames=("host",), node_ids=ids)) for ids in (("a", "b"), ("b",))]
+    replicas = [SimpleNamespace(state=State.READY, takes_rows=True, engine=engine) for engine in engines]
+    assert crew_of(replicas).as_text() == "2 replicas on 2 nodes"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ SEEN = replace(
     ("source", "told"),
     [
         ("def f(:", "SyntaxError"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("1 / 0", "ZeroDivisionError: division by zero ("),
+        ("1 / 0", ".py, line 1: 1 / 0)"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("def g(seen): return 1", "has no attribute 'f'"),
@@ -45,7 +46,16 @@ def test_a_module_that_cannot_be_used_is_an_error_that_names_the_policy(tmp_path
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [":f", ".x:f", "a..b:f", "a.:f", "..:f", "queues:", ":"])
+def test_a_module_is_found_in_the_current_folder_and_else_it_is_said_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(ConfigError, match=r"no module own_policy in the current folder.* PYTHONPATH.*queue:SEC"):
+        load_policy("own_policy:f")
+    (tmp_path / "own_policy.py").write_text("def f(seen):\n    return 2\n")
+    monkeypatch.chdir(tmp_path)
+    assert Scaler(load_policy("own_policy:f"), 0, 3).decide(SEEN) == 2
+
+
+@pytest.mark.parametrize("text", [":f", ".x:f", "a..b:f", "a.:f", "..:f", "queues:", ":", "quue:30", "dedline:6e2"])
 def test_a_text_that_names_no_module_is_told_what_a_policy_is(text):
     with pytest.raises(ConfigError, match="is not known; a policy is fixed, fixed:COUNT"):
         load_policy(text)
@@ -58,6 +68,8 @@ def test_a_policy_that_raises_is_an_error_that_names_it_and_what_it_raised():
     with pytest.raises(ConfigError, match=r"policy tests\S+hasty raised ZeroDivisionError: integer") as caught:
         Scaler(hasty, 0, 3).decide(SEEN)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    line = hasty.__code__.co_firstlineno + 1
+    assert str(caught.value).endswith(f"({__file__}, line {line}: return 1 // (seen.rows_running * 0))")
     with pytest.raises(ConfigError, match=r"policy QueuePolicy\(drain_s=5\) raised AttributeError"):
         Scaler(QueuePolicy(5), 0, 3).decide(None)
 

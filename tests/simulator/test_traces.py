@@ -128,9 +128,13 @@ def test_prompts_agree_exactly_where_their_prefixes_do(own: int, shared: int, ot
 def test_the_least_number_of_replicas_is_the_least(target: Target) -> None:
     replica, requests = small_replica(max_num_seqs=8), batch(80, 100, 80, seed=0)
     meets = [target.is_met(simulate(fixed_cluster(replica, count), requests)) for count in range(1, 13)]
-    count, results = least_replicas(replica, requests, target, 12)
+    told: list[tuple[int, float]] = []
+    count, results = least_replicas(replica, requests, target, 12, lambda count, share: told.append((count, share)))
     assert count == meets.index(True) + 1 > 1
     assert target.is_met(results)
+    assert {count for count, _ in told} >= {1, count}
+    assert told[0] == (1, 0.0)
+    assert all(0 <= share <= 1 for _, share in told)
 
 
 def test_a_target_that_no_number_meets_is_an_error() -> None:
