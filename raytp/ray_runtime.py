@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def ensure_ray(num_ranks: int, on_progress: ProgressCallback | None = None) -> N
     try:
         with _one_at_a_time, interrupt_deferred():
             if not ray.is_initialized():
-                _start_ray(num_ranks)
+                _in_lasting_thread(lambda: _start_ray(num_ranks))
     except Exception as error:  # Ray raises many kinds, few of them its own
         raise EngineError(
             f"Ray cannot be started on this machine: {error} (it needs room in a temporary folder with a short path, "
@@ -123,6 +124,26 @@ def _start_ray(num_ranks: int) -> None:
     _init(address="local", num_cpus=max(os.cpu_count() or 1, num_ranks), include_dashboard=False)
     _internal_kv_put(_OWNER_KEY, _this_process())
     atexit.register(_kill_workers_without_ray)  # runs before Ray's own, which does not look for them
+
+
+def _in_lasting_thread(start: Callable[[], None]) -> None:
+    """Ray's processes end with the thread that has started them: if that is not the main one, it must not end."""
+    if threading.current_thread() is threading.main_thread():
+        start()
+        return
+    started: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            start()
+        except BaseException as error:  # it is raised where it is waited for
+            started.set_exception(error)
+        else:
+            started.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="raytp-ray", daemon=True).start()
+    started.result()
 
 
 def _init(**options: Any) -> None:
