@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ NAMESPACE = "raytp"
 """Ray's namespace for the names of shared engines."""
 _MAX_CONCURRENT_CALLS = 128
 _SHUTDOWN_TIMEOUT_S = 10.0
+_REMOVAL_TIMEOUT_S = 5.0
 
 
 def create_driver(
@@ -57,8 +59,17 @@ def end_driver(actor: Any) -> None:
             while not ray.wait([ended], timeout=0.2)[0] and time.monotonic() < deadline and not has_ray_died():
                 pass
     finally:  # an impatient second Ctrl-C, say
-        if not has_ray_died():
-            _remove_driver(actor)
+        _remove_while_ray_lives(actor)
+
+
+def _remove_while_ray_lives(actor: Any) -> None:
+    """Ray may be about to die of the same signal, and then calls that are under way return after a minute."""
+    removing = threading.Thread(target=_remove_driver, args=(actor,), name="raytp-remove-driver", daemon=True)
+    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    if not has_ray_died():
+        removing.start()
+        while removing.is_alive() and time.monotonic() < deadline and not has_ray_died():
+            removing.join(0.1)
 
 
 def _remove_driver(actor: Any) -> None:

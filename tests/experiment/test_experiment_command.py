@@ -170,7 +170,7 @@ def test_modules_of_policies_lie_beside_the_file_or_in_the_current_folder(tmp_pa
 
 def test_a_shape_has_no_real_engines(tmp_path: Path) -> None:
     refused = raytp("experiment", str(write(tmp_path / "small.yaml")), "--on", "fake")
-    assert refused.exit_code == 2
+    assert refused.exit_code == 1
     assert "model qwen3-0.6b is a shape without weights, for raytp simulate" in refused.stderr
 
 
