@@ -1,5 +1,5 @@
 """The layers' work on a GPU: Triton kernels that do in one pass over memory what would take several, and the choice
-between cuBLAS and our own kernel for linear layers.
+between cuBLAS and our own kernels for linear layers.
 
 Each rounds where `workers.kernels.reference_ops` does, which is where transformers does. Called by the layers through
 `workers.kernels.ops`; imports Triton.
@@ -16,30 +16,44 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from workers.kernels import reference_ops
 from workers.kernels.gemv import fits_gemv, gemv
 from workers.kernels.overlap import can_overlap
+from workers.kernels.skinny_linear import fits_skinny_linear, load_sum_of_splits, skinny_linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
     if fits_gemv(x, weight):
         return gemv(x, weight, bias)
+    if fits_skinny_linear(x, weight):
+        return skinny_linear(x, weight, bias)
     return reference_ops.linear(x, weight, bias)
+
+
+def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, or parts of it in float32, which a norm adds up: (T, N) or (S, T, N)."""
+    if fits_skinny_linear(x, weight) and not fits_gemv(x, weight):
+        return skinny_linear(x, weight, bias, may_split=True)
+    return linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """silu(gate) * up of a linear layer: x (T, K), weight (2 I, K) -> (T, I)."""
     if fits_gemv(x, weight):
         return gemv(x, weight, bias, gated=True)
+    if fits_skinny_linear(x, weight, gated=True):
+        return skinny_linear(x, weight, bias, gated=True)
     return silu_mul(reference_ops.linear(x, weight, bias))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
+    num_rows,
     size,
     eps,
+    SPLITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -52,7 +66,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     if OVERLAP:
         gdc_wait()
-    x = tl.load(x_ptr + row * size + columns, mask=mask, other=0.0)
+    x = load_sum_of_splits(x_ptr, row * size + columns, mask, num_rows * size, SPLITS, out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         x = x + tl.load(residual_ptr + row * size + columns, mask=mask, other=0.0)
         tl.store(residual_ptr + row * size + columns, x, mask=mask)
@@ -69,23 +83,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Of x + residual, both (T, size) contiguous: (the norm, the sum); the sum takes the residual's place."""
-    out = torch.empty_like(x)
+    """Of x + residual, both (T, size) contiguous: (the norm, the sum); the sum takes the residual's place.
+
+    x may be (S, T, size) float32, of which the sum is meant.
+    """
+    out = torch.empty_like(residual)
     _launch_rms_norm(x, residual, weight, out, eps)
     return out, residual
 
 
 def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
-    size = x.shape[-1]
+    size = out.shape[-1]
+    num_rows = out.numel() // size
     block = triton.next_power_of_2(size)
     overlap = can_overlap(x.device)
-    _rms_norm_kernel[(x.numel() // size,)](
+    _rms_norm_kernel[(num_rows,)](
         x,
         residual,
         weight,
         out,
+        num_rows,
         size,
         eps,
+        SPLITS=x.numel() // out.numel(),
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         OVERLAP=overlap,
@@ -100,7 +120,6 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
 ):
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
@@ -116,9 +135,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, num_columns)
     block = min(1024, triton.next_power_of_2(num_columns))
-    overlap = can_overlap(gate_up.device)
+    # It follows cuBLAS, which lets nobody start early, and after which an early start costs half a microsecond.
     _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, block))](
-        gate_up, out, num_columns, BLOCK=block, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+        gate_up, out, num_columns, BLOCK=block, OVERLAP=can_overlap(gate_up.device), num_warps=4
     )
     return out
 

@@ -19,6 +19,10 @@ class LayerOps(Protocol):
         """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
         ...
 
+    def partial_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same for a norm to come: (T, N), or (S, T, N) float32 parts of it, which the norm adds up."""
+        ...
+
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """silu(gate) * up of a linear layer whose features are gates, then ups: x (T, K), weight (2 I, K) -> (T, I)."""
         ...
@@ -28,7 +32,10 @@ class LayerOps(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Of x + residual: (the norm, the sum). May overwrite the residual with the sum."""
+        """Of x + residual: (the norm, the sum). May overwrite the residual with the sum.
+
+        x is (T, size), or (S, T, size) float32 parts of it.
+        """
         ...
 
     def norm_rope_store(

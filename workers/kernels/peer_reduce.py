@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.overlap import can_overlap
+from workers.kernels.skinny_linear import load_sum_of_splits
 
 _MAX_SMALL_PROGRAMS, _MAX_PROGRAMS = 256, 128
 """Of one row, and of several. They wait for their counterparts, so all of them must find room on a GPU at once."""
@@ -73,6 +74,7 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     max_rows,
     size,
     eps,
+    SPLITS: tl.constexpr,
     RANK: tl.constexpr,
     TURNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -90,7 +92,7 @@ def _reduce_norm_kernel(  # type: ignore[no-untyped-def]
     if OVERLAP:
         gdc_wait()
     turns = tl.load(turns_ptr + rows, mask=rows < num_rows, other=0)
-    own = tl.load(x_ptr + elements, mask=mask, other=0.0)
+    own = load_sum_of_splits(x_ptr, elements, mask, num_rows * size, SPLITS, out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:  # asked for before the peers are waited for, so that it is there when they are
         residual = tl.load(residual_ptr + elements, mask=mask, other=0.0)
     total = _sum_over_ranks(own, mailboxes, turns, elements, mask, max_rows * size, RANK, TURNS)
@@ -115,18 +117,18 @@ def reduce_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Of the sum of the ranks' x (T, size), plus the residual: (the norm, the sum), each (T, size).
 
-    All tensors contiguous. mailboxes: each rank's, (3, R, T or more rows, size) integers of as many bits as x's, in
-    memory that all ranks reach; turns: this rank's own, one int32 a row. All of them zero at first. The sum takes the
-    residual's place.
+    If there is a residual, x may be (S, T, size) float32, of which the sum is meant. All tensors contiguous.
+    mailboxes: each rank's, (3, R, T or more rows, size) integers of as many bits as the weight's, in memory that all
+    ranks reach; turns: this rank's own, one int32 a row. All of them zero at first. The sum takes the residual's place.
     """
-    num_rows, size = x.shape
-    out = torch.empty_like(x)
+    num_rows, size = x.shape[-2:]
+    total = residual if residual is not None else torch.empty_like(x)
+    out = torch.empty_like(total)
     block = triton.next_power_of_2(size)
     rows_each = 1
     if num_rows > _MAX_SMALL_PROGRAMS:
         rows_each = triton.next_power_of_2(triton.cdiv(num_rows, _MAX_PROGRAMS))
     overlap = can_overlap(x.device)
-    total = residual if residual is not None else torch.empty_like(x)
     _reduce_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
         x,
         mailboxes,
@@ -138,6 +140,7 @@ def reduce_add_norm(
         mailboxes[rank].shape[2],
         size,
         eps,
+        SPLITS=x.numel() // out.numel(),
         RANK=rank,
         TURNS=mailboxes[rank].shape[0],
         HAS_RESIDUAL=residual is not None,

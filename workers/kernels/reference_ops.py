@@ -17,6 +17,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, in one part."""
+    return linear(x, weight, bias)
+
+
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """silu(gate) * up of a linear layer."""
     return silu_mul(F.linear(x, weight, bias))
@@ -31,8 +36,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Of x + residual: (the norm, the sum)."""
-    total = x + residual
+    total = sum_of_splits(x, residual.dtype) + residual
     return rms_norm(total, weight, eps), total
+
+
+def sum_of_splits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, N) as it is; (S, T, N) summed over the parts."""
+    return x.sum(0).to(dtype) if x.dim() == 3 else x
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -109,7 +109,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's input features: (T, span) -> its part of the sum over the ranks, (T, out)."""
+    """A linear layer over this rank's input features: (T, span) -> its part of the sum over the ranks, (T, out).
+
+    That part may itself be in S parts, (S, T, out) float32.
+    """
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # added once, before the sum
-        return self.ops.linear(x, self.weight, bias)
+        return self.ops.partial_linear(x, self.weight, bias)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         shape = (self.weight.shape[0], self.in_features)

@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(size)
 
     def forward(self, x: Tensor, residual: Tensor | None, reduction: Reduction) -> tuple[Tensor, Tensor]:
-        """Of the ranks' partial sums x (T, size), plus the residual stream: (the norm, the sum)."""
+        """Of the ranks' partial sums x, (T, size) or parts of it, plus the residual stream: (the norm, the sum)."""
         return reduction.add_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:

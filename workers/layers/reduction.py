@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels.ops import LayerOps
+from workers.kernels.reference_ops import sum_of_splits
 from workers.parallel import TensorParallel
 
 _NUM_TURNS = 3
@@ -40,13 +41,14 @@ class Reduction:
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Of the partial sums x (T, size) of all ranks, plus the residual: (the norm, the sum).
 
-        The residual may be overwritten.
+        A rank's may be in parts, (S, T, size) float32, if there is a residual, which may be overwritten.
         """
-        if self._mailboxes and x.shape[0] <= self._max_rows:
+        if self._mailboxes and x.shape[-2] <= self._max_rows:
             from workers.kernels.peer_reduce import reduce_add_norm
 
             return reduce_add_norm(x, self._mailboxes, self._turns, self.tp.rank, residual, weight, eps)
-        x = self.tp.all_reduce(x)
+        if self.tp.world_size > 1:
+            x = self.tp.all_reduce(sum_of_splits(x, weight.dtype))
         if residual is None:
             return self._ops.rms_norm(x, weight, eps), x
         return self._ops.add_rms_norm(x, residual, weight, eps)
