@@ -16,8 +16,9 @@ from workers.parallel import TensorParallel, create_store
 _HOST = "127.0.0.1"
 _MAX_ROWS = 300
 _EPS = 1e-6
-_SHARES = (0.5, 0.25, 0.125, 0.125)
-"""Of what a linear layer has left to be added up: the sum is exact."""
+_HALF_SHARES = (0.5, 0.25, 0.125, 0.125)
+_SHARES = {torch.bfloat16: _HALF_SHARES, torch.float16: _HALF_SHARES, torch.float32: (0.5, 0.5)}
+"""Of what a linear layer has left to be added up, in float32: the sum is exact."""
 _SHAPES = ((1024, torch.bfloat16), (4096, torch.bfloat16), (896, torch.float16), (1001, torch.float32))
 
 
@@ -43,7 +44,7 @@ def _check_sums(tp: TensorParallel, device: torch.device, size: int, dtype: torc
     results = []
     for step, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
         if residual is not None and step % 3 == 0:
-            shard = torch.stack([shard.float() * share for share in _SHARES])
+            shard = torch.stack([shard.float() * share for share in _SHARES[dtype]])
         if step % 5 == tp.rank:
             torch.cuda._sleep(300_000)  # now one is late, now the other
         results.append(reduction.add_norm(shard, residual, weight, _EPS))

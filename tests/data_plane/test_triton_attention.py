@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,23 +25,8 @@ _needs_gpu = pytest.mark.skipif(not _HAS_GPU, reason="needs a GPU")
 
 
 @pytest.fixture(scope="module")
-def triton_backend() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not _HAS_GPU:
-            _mend_interpreter(patch)
-        yield importlib.import_module("workers.kernels.triton_backend")
-
-
-def _mend_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """Its scalars are arrays of one element, which numpy 2.4 no longer takes for the bounds of a range."""
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    original = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
+def triton_backend() -> ModuleType:
+    return importlib.import_module("workers.kernels.triton_backend")
 
 
 def check(step: Step, backend: Any, num_layers: int = 2) -> None:
