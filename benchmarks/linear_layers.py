@@ -25,7 +25,7 @@ from workers.kernels import fused
 _WEIGHT_BYTES = 400e6
 """Of all weights together, at least: eight times the L2 cache."""
 _NUM_REPLAYS = 8
-_ROWS = (2, 8, 16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256)
+_ROWS = (1, 2, 8, 16, 32, 48, 64, 96, 128, 144, 160, 192, 224, 256)
 _EPS = 1e-6
 
 
@@ -84,9 +84,9 @@ class Layers:
                 y, _ = fused.add_rms_norm(y, residual, self.norm_weight, _EPS)
                 y = fused.linear(y, qkv)
                 y = fused.norm_rope_store(y, shape.num_q_heads, cos_sin, (cache[0], cache[1]), slots, qk_weights, _EPS)
-                y = fused.partial_linear(y.flatten(1), o, None)
+                y = fused.linear(y.flatten(1), o, may_split=True)
                 y, _ = fused.add_rms_norm(y, residual, self.norm_weight, _EPS)
-                y = fused.partial_linear(fused.gated_linear(y, gate_up, None), down, None)
+                y = fused.linear(fused.gated_linear(y, gate_up, None), down, may_split=True)
 
         run()
         torch.cuda.synchronize()

@@ -171,7 +171,7 @@ class DecodeGraphs:
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Row counts to capture: dense where a step is short, and `max_num_seqs` itself at the end."""
-    # Not 8: cuBLAS takes a tenth longer for 8 rows of large weights than for 16 (docs/decisions.md).
+    # Not 8: a step of 16 rows takes no longer (docs/decisions.md).
     sizes = [1, 2, 4, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 

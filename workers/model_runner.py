@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from workers.decode_graph import DecodeGraphs
 
 
+_NUM_TOKENS = (16, 32, 64, 128, 160, 192, 256)
+"""Of a step: up to each of them, and to no number between, linear layers use another kernel."""
+
+
 class StepOutcome:
     """A step that has been queued on the device; `wait` may be called from another thread."""
 
@@ -237,11 +241,13 @@ class ModelRunner:
 
     def _warm_up(self, kv_cache: KVCache) -> None:
         """Steps of every kind, so that no kernel needs to be compiled when requests come."""
+        config = self._config
         slot, position = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
-        for lengths in ([1], [1, 1], [2, 1, 1], [max(1, self._config.max_model_len - 1)]):
-            if sum(lengths) <= self._config.max_num_batched_tokens:
+        prompts = [largest_step(num_tokens, config.max_num_seqs, config.max_model_len) for num_tokens in _NUM_TOKENS]
+        for lengths in ([1], [1, 1], [2, 1, 1], [max(1, config.max_model_len - 1)], *prompts):
+            if sum(lengths) <= config.max_num_batched_tokens:
                 hidden = self._run_empty_step(lengths, kv_cache)
-                self._draw(self._model.compute_logits(hidden[:1]), slot, position)
+                self._draw(self._model.compute_logits(hidden[: config.max_num_seqs])[:1], slot, position)
 
     def _run_empty_step(self, q_lens: list[int], kv_cache: KVCache) -> Tensor:
         """Prompts of these lengths, whose tokens mean nothing and whose keys are not kept: (T, hidden)."""

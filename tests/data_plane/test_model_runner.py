@@ -197,15 +197,17 @@ def test_own_linear_layers_agree_with_torch_to_rounding(
 def test_no_linear_layer_is_compiled_while_serving(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    from workers.kernels import gemv
+    from workers.kernels import fused, gemv, skinny_linear
 
-    gemv._gemv_kernel.device_caches.clear()  # of what other tests have compiled
+    for kernel in (gemv._gemv_kernel, skinny_linear._skinny_linear_kernel, fused._rms_norm_kernel):
+        kernel.device_caches.clear()  # of what other tests have compiled
+    modules = {module.__name__ for module in (gemv, skinny_linear, fused)}
     config = replace(CONFIG, enforce_eager=enforce_eager)
     runner, num_kv_blocks = start(config)
     compiled: list[str] = []
 
     def note(**call: Any) -> None:
-        if call["fn"].module == gemv.__name__:
+        if call["fn"].module in modules:
             compiled.append(call["repr"])
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)

@@ -14,11 +14,16 @@ import torch
 
 from scheduler.errors import ConfigError
 from workers.errors import RendezvousError
+from workers.kernels.ops import select_ops
+from workers.kernels.reference_ops import add_rms_norm
+from workers.layers.reduction import Reduction
 from workers.parallel import TensorParallel, create_store
 
 _HOST = "127.0.0.1"
 _CPU = torch.device("cpu")
 _WORLD_SIZE = 3
+_WEIGHT = torch.linspace(0.5, 1.5, 5)
+_EPS = 1e-6
 
 
 def _connect(rank: int, port: int, timeout_s: float, **settings: Any) -> TensorParallel:
@@ -54,6 +59,9 @@ def _run_rank(rank: int, ports: Queue[int], answers: Queue[Any]) -> None:
         }
         gathered = tp.gather_last_dim(_values(torch.float32)[rank])
         told = tp.broadcast(torch.tensor([rank + 10, 7]))
+        reduction = Reduction(tp, select_ops(_CPU, "auto"))
+        parts = _values(torch.float32)[rank].expand(rank + 2, -1, -1)  # ranks may split their sums differently
+        normed, total = reduction.add_norm(parts, _values(torch.float32)[0], _WEIGHT, _EPS)
     answers.put(
         {
             "rank": rank,
@@ -61,6 +69,8 @@ def _run_rank(rank: int, ports: Queue[int], answers: Queue[Any]) -> None:
             "gathered": None if gathered is None else gathered.tolist(),
             "min": tp.min_int(100 - rank),
             "told": told.tolist(),
+            "normed": normed.tolist(),
+            "total": total.tolist(),
             "interfaces": (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]),
         }
     )
@@ -87,6 +97,12 @@ def test_collectives_of_three_processes() -> None:
     assert [by_rank[rank]["gathered"] for rank in range(_WORLD_SIZE)] == [expected_gather, None, None]
     assert [answer["min"] for answer in by_rank.values()] == [98] * _WORLD_SIZE
     assert [answer["interfaces"] for answer in by_rank.values()] == [("lo", "what the user chose")] * _WORLD_SIZE
+    shares = torch.tensor([2.0, 3.0, 4.0])[:, None, None]
+    residual = _values(torch.float32)[0]
+    summed = (_values(torch.float32) * shares).sum(0)
+    for answer in by_rank.values():
+        for key, expected in zip(("normed", "total"), add_rms_norm(summed, residual, _WEIGHT, _EPS), strict=True):
+            torch.testing.assert_close(torch.tensor(answer[key]), expected, rtol=1e-5, atol=1e-5)
     assert [answer["told"] for answer in by_rank.values()] == [[10, 7]] * _WORLD_SIZE
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,20 +9,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.kernels import reference_ops
-from workers.kernels.ops import select_ops
-from workers.layers.reduction import Reduction
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+HAS_KERNEL = not ON_GPU or torch.cuda.get_device_capability()[0] == 9
+pytestmark = pytest.mark.skipif(not HAS_KERNEL, reason="made for Hopper")
 DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16]
 """In the interpreter, products of bfloat16 are wrong."""
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 Shape = tuple[int, int, int]
 """(M, N, K)."""
-SMALL: list[Shape] = [(2, 64, 128), (5, 96, 512), (17, 130, 1024), (40, 32, 1032), (70, 200, 256), (256, 66, 1536)]
+SMALL: list[Shape] = [
+    (1, 64, 4104),
+    (2, 64, 128),
+    (5, 96, 512),
+    (17, 130, 1024),
+    (40, 32, 1032),
+    (70, 200, 256),
+    (144, 128, 256),
+    (200, 2178, 256),
+    (256, 66, 1536),
+]
 REAL = [
     (num_rows, num_features // ranks, num_columns)
-    for num_rows in (2, 16, 37, 64, 131, 256)
+    for num_rows in (1, 2, 16, 37, 64, 131, 256)
     for num_features, num_columns in [(4096, 1024), (6144, 1024), (24576, 4096), (6144, 4096)]
     for ranks in (1, 2)
 ]
@@ -85,7 +93,7 @@ def test_parts_of_a_sum_are_float32_and_many() -> None:
 
 
 @given(
-    num_rows=st.integers(2, 256),
+    num_rows=st.integers(1, 256),
     num_features=st.integers(1, 160_000),
     num_columns=st.integers(1, 3000).map(lambda eighth: 8 * eighth),
     gated=st.booleans(),
@@ -119,29 +127,27 @@ def test_the_norm_adds_up_what_was_split(num_splits: int, dtype: torch.dtype) ->
         assert_close(one, other, dtype)
 
 
-def test_ranks_without_peer_memory_add_up_before_they_reduce() -> None:
-    tp = mock.Mock(world_size=2)
-    tp.all_reduce.side_effect = lambda x: 2 * x
-    parts, residual, weight = torch.randn(3, 5, 96), torch.randn(5, 96), torch.randn(96)
-    reduction = Reduction(tp, select_ops(torch.device("cpu"), "auto"))
-    actual = reduction.add_norm(parts, residual, weight, 1e-6)
-    expected = reference_ops.add_rms_norm(2 * parts.sum(0), residual, weight, 1e-6)
-    torch.testing.assert_close(actual, expected)
+def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, what the tensor memory accelerator can load and cuBLAS is not faster at."""
+    from workers.kernels import skinny_linear
 
-
-def test_what_fits() -> None:
-    """Nothing on a CPU, and on a GPU what the tensor memory accelerator can load."""
-    from workers.kernels.skinny_linear import fits_skinny_linear
-
+    fits = skinny_linear.fits_skinny_linear
     x, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16, device=DEVICE) for rows in (2, 32))
-    is_hopper = ON_GPU and torch.cuda.get_device_capability()[0] == 9
-    assert fits_skinny_linear(x, weight) == is_hopper
-    assert not fits_skinny_linear(x.float(), weight.float())
-    assert not fits_skinny_linear(x.repeat(129, 1), weight)
-    assert not fits_skinny_linear(x, weight.repeat(1025, 1))
-    assert not fits_skinny_linear(x[:, :60].contiguous(), weight[:, :60].contiguous())
-    assert not fits_skinny_linear(x, weight.t().contiguous().t())
-    assert not fits_skinny_linear(x.view(-1)[1:65].view(1, 64), weight)
+    assert fits(x, weight) == ON_GPU
+    monkeypatch.setattr(skinny_linear, "_is_hopper", lambda device: True)
+    assert fits(x, weight)
+    assert not fits(x[:0], weight)
+    assert not fits(x.float(), weight.float())
+    assert not fits(x[:, :60].contiguous(), weight[:, :60].contiguous())
+    assert not fits(x, weight.t().contiguous().t())
+    assert not fits(x.view(-1)[1:65].view(1, 64), weight)
+    assert fits(x.repeat(32, 1), weight.repeat(1024, 1))
+    assert not fits(x, weight.repeat(1025, 1))
+    assert fits(x.repeat(64, 1), weight.repeat(64, 1))
+    assert not fits(x.repeat(64, 1), weight.repeat(140, 1)), "of 140 programs some would have to wait"
+    assert fits(x.repeat(64, 1), weight.repeat(140, 1), gated=True)
+    assert fits(x.repeat(128, 1), weight)
+    assert not fits(x.repeat(129, 1), weight)
 
 
 @pytest.mark.gpu

@@ -19,20 +19,13 @@ from workers.kernels.overlap import can_overlap
 from workers.kernels.skinny_linear import fits_skinny_linear, load_sum_of_splits, skinny_linear
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, may_split: bool = False) -> Tensor:
+    """x (T, K) @ weight (N, K)^T + bias: (T, N), or (S, T, N) float32, of which the sum is meant, if it `may_split`."""
     if fits_gemv(x, weight):
         return gemv(x, weight, bias)
     if fits_skinny_linear(x, weight):
-        return skinny_linear(x, weight, bias)
+        return skinny_linear(x, weight, bias, may_split=may_split)
     return reference_ops.linear(x, weight, bias)
-
-
-def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, or parts of it in float32, which a norm adds up: (T, N) or (S, T, N)."""
-    if fits_skinny_linear(x, weight) and not fits_gemv(x, weight):
-        return skinny_linear(x, weight, bias, may_split=True)
-    return linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,7 +98,7 @@ def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Te
         num_rows,
         size,
         eps,
-        SPLITS=x.numel() // out.numel(),
+        SPLITS=len(x) if x.dim() > out.dim() else 1,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         OVERLAP=overlap,
@@ -135,7 +128,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, num_columns)
     block = min(1024, triton.next_power_of_2(num_columns))
-    # It follows cuBLAS, which lets nobody start early, and after which an early start costs half a microsecond.
+    # It follows cuBLAS, after which a launch that may be early comes half a microsecond later. So it need not wait.
     _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, block))](
         gate_up, out, num_columns, BLOCK=block, OVERLAP=can_overlap(gate_up.device), num_warps=4
     )

@@ -15,12 +15,11 @@ from torch import Tensor
 class LayerOps(Protocol):
     """Arithmetic of a decoder layer over T tokens."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (T, K) @ weight (N, K)^T + bias: (T, N)."""
-        ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, may_split: bool = False) -> Tensor:
+        """x (T, K) @ weight (N, K)^T + bias: (T, N).
 
-    def partial_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same for a norm to come: (T, N), or (S, T, N) float32 parts of it, which the norm adds up."""
+        `may_split`, for a norm to come: or (S, T, N) float32 parts of it, which the norm adds up.
+        """
         ...
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -140,7 +140,7 @@ def reduce_add_norm(
         mailboxes[rank].shape[2],
         size,
         eps,
-        SPLITS=x.numel() // out.numel(),
+        SPLITS=len(x) if x.dim() > out.dim() else 1,
         RANK=rank,
         TURNS=mailboxes[rank].shape[0],
         HAS_RESIDUAL=residual is not None,

@@ -12,14 +12,9 @@ from torch.nn import functional as F
 from workers.kernels.reference import store_kvcache_torch
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, may_split: bool = False) -> Tensor:
+    """x @ weight^T + bias, never split."""
     return F.linear(x, weight, bias)
-
-
-def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, in one part."""
-    return linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

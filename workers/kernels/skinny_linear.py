@@ -26,7 +26,7 @@ from workers.kernels.overlap import can_overlap
 
 _BLOCK_N, _BLOCK_K = 64, 128
 _NUM_PROGRAMS = 132
-"""As many as a GPU has multiprocessors: more would take turns, with fewer some have nothing to do."""
+"""As many as an H200 has multiprocessors: more would take turns, with fewer some have nothing to do."""
 _MAX_SPLITS = 4
 _TILE_BYTES = 200_000
 """Of all tiles that a program holds, in a multiprocessor's 227 KiB."""
@@ -77,11 +77,11 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def fits_skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether `skinny_linear` can do x (M, K) @ weight (N, K)^T, and faster than cuBLAS."""
+    """Whether `skinny_linear` can do x (M, K) @ weight (N, K)^T, and was faster than cuBLAS with sizes like these."""
     is_half = x.dtype in (torch.float16, torch.bfloat16)
-    if not (is_half and _is_hopper(x.device) and _is_aligned(x) and _is_aligned(weight)):
-        return False
     (num_rows, num_columns), num_features = x.shape, len(weight)
+    if not (is_half and num_rows and _is_hopper(x.device) and _is_aligned(x) and _is_aligned(weight)):
+        return False
     if num_rows <= _FEW_ROWS:
         return num_features <= _MAX_FEATURES
     if num_rows > _MAX_ROWS or weight.numel() >= _MAX_ELEMENTS:
@@ -91,7 +91,7 @@ def fits_skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> boo
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """As the tensor memory accelerator wants it: 16 bytes."""
+    """To 16 bytes, as the tensor memory accelerator wants it."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.shape[1] % 8 == 0
 
 
@@ -161,9 +161,10 @@ def skinny_linear(
     """x (M, K) -> x @ weight^T + bias, (M, N), in float32 before it is rounded.
 
     weight (N, K); all tensors as `fits_skinny_linear` has found them. `gated`: the rows of the weight are gates and
-    then as many ups, and the result silu(gate) * up (M, N / 2). `may_split`: it may also be (S, M, N) float32, whose
-    sum is meant: `load_sum_of_splits`.
+    then as many ups, and the result silu(gate) * up (M, N / 2). `may_split`, if it is not gated: it may also be
+    (S, M, N) float32, whose sum is meant: `load_sum_of_splits`.
     """
+    assert not (gated and may_split), "SiLU of a part is no part of SiLU"
     (num_rows, num_columns), num_outputs = x.shape, len(weight) // (1 + gated)
     tiling = choose_tiling(num_rows, num_outputs, num_columns, gated=gated, may_split=may_split)
     out = x.new_empty(num_rows, num_outputs)

@@ -134,7 +134,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # added once, before the sum
-        return self.ops.partial_linear(x, self.weight, bias)
+        return self.ops.linear(x, self.weight, bias, may_split=True)
 
     def checkpoint_slices(self, name: str) -> Iterator[CheckpointSlice]:
         shape = (self.weight.shape[0], self.in_features)

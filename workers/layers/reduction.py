@@ -41,7 +41,7 @@ class Reduction:
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Of the partial sums x (T, size) of all ranks, plus the residual: (the norm, the sum).
 
-        A rank's may be in parts, (S, T, size) float32, if there is a residual, which may be overwritten.
+        If there is a residual, a rank's x may be in parts, (S, T, size) float32; the residual may be overwritten.
         """
         if self._mailboxes and x.shape[-2] <= self._max_rows:
             from workers.kernels.peer_reduce import reduce_add_norm

@@ -54,7 +54,7 @@ class ShardContext:
 
 
 class SelfAttention(nn.Module):
-    """(T, hidden) -> partial sums of (T, hidden), over this rank's H query and K kv heads."""
+    """(T, hidden) -> partial sums of (T, hidden), over this rank's H query and K kv heads; see `RowParallelLinear`."""
 
     def __init__(self, context: ShardContext) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> partial sums of (T, hidden)."""
+    """down(silu(gate(x)) * up(x)), over this rank's columns: (T, hidden) -> partial sums of (T, hidden), as above."""
 
     def __init__(self, context: ShardContext) -> None:
         super().__init__()
