@@ -243,7 +243,10 @@ class ModelRunner:
         """Steps of every kind, so that no kernel needs to be compiled when requests come."""
         config = self._config
         slot, position = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
-        prompts = [largest_step(num_tokens, config.max_num_seqs, config.max_model_len) for num_tokens in _NUM_TOKENS]
+        prompts = [
+            largest_step(min(num_tokens, config.max_num_batched_tokens), config.max_num_seqs, config.max_model_len)
+            for num_tokens in _NUM_TOKENS
+        ]
         for lengths in ([1], [1, 1], [2, 1, 1], [max(1, config.max_model_len - 1)], *prompts):
             if sum(lengths) <= config.max_num_batched_tokens:
                 hidden = self._run_empty_step(lengths, kv_cache)
