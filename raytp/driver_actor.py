@@ -67,7 +67,11 @@ def _remove_while_ray_lives(actor: Any) -> None:
     removing = threading.Thread(target=_remove_driver, args=(actor,), name="raytp-remove-driver", daemon=True)
     deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
     if not has_ray_died():
-        removing.start()
+        try:
+            removing.start()
+        except RuntimeError:  # as the interpreter ends, it may start no more threads
+            _remove_driver(actor)
+            return
         while removing.is_alive() and time.monotonic() < deadline and not has_ray_died():
             removing.join(0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import os
 import signal
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from raytp.errors import EngineError, PlacementError
@@ -28,6 +28,7 @@ _PROBE_TIMEOUT_S = 3.0
 _one_at_a_time = threading.Lock()
 """Ray is started once in a process, whichever threads want it."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
+_AUTHENTICATION = "ray._private.authentication.authentication_token_setup"
 _OWNER_KEY = b"raytp:owner"
 """In the store of a Ray that a raytp process has started for itself: that process."""
 
@@ -147,24 +148,41 @@ def _in_lasting_thread(start: Callable[[], None]) -> None:
 
 
 def _init(**options: Any) -> None:
-    # Its only word is that tokens are asked for, as they should be.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    _quieten_authentication()
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
 
 
 def _find_on_this_machine() -> str:
-    """What Ray calls "auto": the address that ray start has noted last, else that of any Ray here.
+    """What Ray calls "auto": of those that run here, the one that ray start has noted last, else any.
 
     Ray itself takes them as they are: one that has ended, it would try for minutes. Raises ConnectionError.
     """
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as Ray does for "auto" alone
+    _expect_tokens()
     services: Any = ray._private.services
     noted = services.find_bootstrap_address(None)
-    services.find_gcs_addresses.cache_clear()
-    for address in (noted, *sorted(services.find_gcs_addresses())):
-        if address and _why_deaf(address) is None:
+    if hasattr(services.find_gcs_addresses, "cache_clear"):  # Ray 2.48 finds them anew each time
+        services.find_gcs_addresses.cache_clear()
+    running = sorted(services.find_gcs_addresses(), key=lambda address: (address != noted, address))
+    errors = {}
+    for address in (*running, *([noted] if noted and noted not in running else [])):
+        errors[address] = _why_deaf(address)
+        if errors[address] is None:
             return str(address)
-    raise ConnectionError(f"the one at {noted}, which ray start has noted, has ended" if noted else "none is running")
+    reasons = ", and ".join(f"the one at {address} does not answer: {error}" for address, error in errors.items())
+    raise ConnectionError(reasons or "none is running")
+
+
+def _expect_tokens() -> None:
+    """As Ray does for "auto" alone, if its version has tokens."""
+    _quieten_authentication()
+    with suppress(ImportError, AttributeError):
+        setup: Any = importlib.import_module(_AUTHENTICATION)
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _quieten_authentication() -> None:
+    """Its only word is that tokens are asked for, as they should be."""
+    logging.getLogger(_AUTHENTICATION).setLevel(logging.ERROR)
 
 
 def _this_process() -> bytes:

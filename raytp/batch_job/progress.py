@@ -43,7 +43,7 @@ class BatchSummary:
     max_replicas: int | None = None
     """Most that were ready at once; None if the job had an engine without replicas."""
     max_nodes: int | None = None
-    """Most hosts that they had ranks on."""
+    """Most nodes that they had ranks on."""
 
     def as_text(self) -> str:
         """In one line."""

@@ -6,6 +6,7 @@ Each command hands over to `raytp.cli.generate`, `raytp.cli.chat` or `raytp.cli.
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 from typing import Any
@@ -71,9 +72,10 @@ class _Group(TyperGroup):
             console.print_error(error)
             raise typer.Exit(_WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
         except KeyboardInterrupt:
+            # Threads may have to end, too: imports, downloads. Who does not want to wait for them need not.
+            signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
             acknowledge()
             console.print_note("interrupted")
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # imports of other threads may have to end, too
             raise typer.Exit(_INTERRUPTED) from None
         except BrokenPipeError:
             console.discard_stdout()

@@ -121,17 +121,19 @@ def kill_raylet(raylet_socket: str) -> bool:
 def _run(spec: ClusterSpec, folder: Path, guard: IO[bytes]) -> Iterator[FakeCluster]:
     port, client_port = _free_ports(2)
     address = f"{ray.util.get_node_ip_address()}:{port}"
-    with interrupt_deferred():
-        head = _start_head(address, client_port, _config(spec, address), folder)
-        guard.write(b"%d\n" % head.pid)
-        guard.flush()
+    head = None
     try:
+        with interrupt_deferred():
+            head = _start_head(address, client_port, _config(spec, address), folder)
+            guard.write(b"%d\n" % head.pid)
+            guard.flush()
         _wait_for_head(address, head, folder / "head.log")
         yield FakeCluster(address, folder / "session_latest" / "logs")
     finally:
-        with interrupt_deferred():
-            kill_session(head.pid)
-            head.poll()
+        if head is not None:
+            with interrupt_deferred():
+                kill_session(head.pid)
+                head.poll()
 
 
 def _config(spec: ClusterSpec, address: str) -> dict[str, Any]:

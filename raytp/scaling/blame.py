@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
 import traceback
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def raised(error: BaseException) -> str:
     """Such as "raised KeyError: 3 (follow.py, line 7: return table[seen.target])": what, and the innermost line.
 
-    Must be called where the exception was caught. The catcher's own frame does not count, nor do those that import.
+    Of their own code, that is: lines of installed libraries count only if there are no others. Must be called where the
+    exception was caught: the catcher's own frame does not count either, nor do those that import.
     """
     what = f"raised {type(error).__name__}: {error}"
     frames = [
@@ -19,5 +23,7 @@ def raised(error: BaseException) -> str:
     ]
     if not frames or isinstance(error, SyntaxError):  # which names the line itself
         return what
-    line = f": {frames[-1].line}" if frames[-1].line else ""
-    return f"{what} ({frames[-1].filename}, line {frames[-1].lineno}{line})"
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    innermost = own[-1]
+    line = f": {innermost.line}" if innermost.line else ""
+    return f"{what} ({innermost.filename}, line {innermost.lineno}{line})"

@@ -57,7 +57,7 @@ def _load_function(text: str, module_name: str, function_name: str) -> Policy:
     with suppress(OSError):  # there may be no such folder any more
         look_also_in(os.getcwd())
     try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # it imports another one
             raise ConfigError(f"policy {shown(text)} cannot be imported: that {raised(error)}") from error
@@ -67,6 +67,13 @@ def _load_function(text: str, module_name: str, function_name: str) -> Policy:
         ) from None
     except (Exception, SystemExit) as error:  # the module may raise anything
         raise ConfigError(f"policy {shown(text)} cannot be imported: that {raised(error)}") from error
+    if not hasattr(module, function_name):
+        file = getattr(module, "__file__", None) or "a module of Python's own"
+        raise ConfigError(
+            f"policy {shown(text)} is not there: {module_name}, which is {file}, has no {function_name}; if another "
+            f"file was meant, give it a name that no other module has"
+        )
+    function: Any = getattr(module, function_name)
     if not callable(function):
         raise ConfigError(
             f"policy {shown(text)} is no function: it must take an Observation and return a count of replicas"

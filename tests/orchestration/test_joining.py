@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray._private import services
 from ray._private.utils import get_ray_address_file
 
 from raytp import ray_runtime
@@ -54,9 +55,29 @@ def test_a_cluster_that_has_ended_is_passed_over_for_one_that_runs(noted: Path) 
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_the_latest_cluster_comes_first(noted: Path, listener: str) -> None:
-    noted.write_text(listener)
-    assert _find_on_this_machine() == listener
+def test_the_latest_cluster_comes_first(noted: Path, listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(services, "find_gcs_addresses", lambda: {listener, other, GONE})
+        for latest in (listener, other):
+            noted.write_text(latest)
+            assert _find_on_this_machine() == latest
+
+
+def test_a_cluster_that_runs_comes_before_a_port_that_somebody_else_has_taken(
+    noted: Path, listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        noted.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(services, "find_gcs_addresses", lambda: {listener})
+        assert _find_on_this_machine() == listener
+
+
+def test_why_no_cluster_can_be_had_is_said_of_each(noted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {"127.0.0.1:2"})
+    noted.write_text(GONE)
+    with pytest.raises(ConnectionError, match=r"127.0.0.1:2 does not answer: .*refused, and the one at 127.0.0.1:1 "):
+        _find_on_this_machine()
 
 
 def test_who_waits_for_a_cluster_is_told(monkeypatch: pytest.MonkeyPatch, listener: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -33,7 +34,7 @@ SEEN = replace(
         ("1 / 0", ".py, line 1: 1 / 0)"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("import no_such_module", "No module named 'no_such_module'"),
-        ("def g(seen): return 1", "has no attribute 'f'"),
+        ("def g(seen): return 1", ".py, has no f; if another file was meant"),
         ("f = 3", "is no function"),
     ],
 )
@@ -70,6 +71,12 @@ def test_a_policy_that_raises_is_an_error_that_names_it_and_what_it_raised():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     line = hasty.__code__.co_firstlineno + 1
     assert str(caught.value).endswith(f"({__file__}, line {line}: return 1 // (seen.rows_running * 0))")
+
+    def careless(seen):
+        return statistics.mean([])  # raises deep in the library
+
+    with pytest.raises(ConfigError, match=r"raised StatisticsError.*test_scaler\.py, line \d+: return statistics"):
+        Scaler(careless, 0, 3).decide(SEEN)
     with pytest.raises(ConfigError, match=r"policy QueuePolicy\(drain_s=5\) raised AttributeError"):
         Scaler(QueuePolicy(5), 0, 3).decide(None)
 

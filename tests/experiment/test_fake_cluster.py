@@ -1,13 +1,18 @@
-"""Who may use the Ray of fake nodes: this process has a token for it, and has forgotten it afterwards."""
+"""Who may use the Ray of fake nodes, and that nothing of it stays: no token, and no head."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from raytp.experiment import fake_cluster
+from raytp.experiment.spec import ClusterSpec
 
 SCRIPT = """
 import os
@@ -38,3 +43,22 @@ def test_ray_asks_for_a_token_unless_it_is_told_not_to(tmp_path: Path, mode: str
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == lines
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("guard", "cause"), [(os.devnull, KeyboardInterrupt), ("/dev/full", OSError)])
+def test_a_head_that_has_just_started_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guard: str, cause: type[BaseException]
+) -> None:
+    """By Ctrl-C while it started, or because its guard cannot be told."""
+    heads: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: Any) -> subprocess.Popen[bytes]:
+        heads.append(subprocess.Popen(["sleep", "300"], start_new_session=True))
+        if cause is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        return heads[0]
+
+    monkeypatch.setattr(fake_cluster, "_start_head", start)
+    with open(guard, "wb", buffering=0) as file, pytest.raises(cause):
+        next(fake_cluster._run(ClusterSpec(), tmp_path, file))
+    assert heads[0].wait(10) == -signal.SIGKILL
