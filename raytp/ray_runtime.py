@@ -25,6 +25,9 @@ from raytp.placement import resource_of
 
 _JOIN_TIMEOUT_S = 15.0
 _PROBE_TIMEOUT_S = 3.0
+_HTTP2_SETTINGS, _HTTP2_FRAME_HEADER = 4, 9
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _HTTP2_SETTINGS, 0, 0, 0, 0, 0])
+"""What a client of gRPC says first; a server answers with its settings (RFC 9113, sections 3.4 and 6.5)."""
 _one_at_a_time = threading.Lock()
 """Ray is started once in a process, whichever threads want it."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
@@ -203,7 +206,7 @@ def _kill_workers_without_ray() -> None:
 
 
 def _wait_for_listener(address: str, on_progress: ProgressCallback | None) -> None:
-    """Raise OSError if nothing listens at `address`, where it is a host and a port: Ray itself would try for minutes.
+    """Raise OSError if no Ray answers at `address`, where it is a host and a port: Ray itself would try for minutes.
 
     A cluster that is just starting has a moment to come up.
     """
@@ -212,20 +215,26 @@ def _wait_for_listener(address: str, on_progress: ProgressCallback | None) -> No
         if time.monotonic() > deadline:
             raise error
         if on_progress is not None:
-            on_progress(f"waiting for the cluster: nothing listens at {address} yet", 0.0)
+            on_progress(f"waiting for the cluster: {address} does not answer yet", 0.0)
         time.sleep(0.5)
 
 
 def _why_deaf(address: str) -> OSError | None:
-    """Why nothing can be reached at a host and a port; None if something listens, or if it is an address of a kind."""
+    """Why no Ray can be reached at a host and a port; None if one seems to answer, or if it is an address of a kind."""
     host, _, port = address.rpartition(":")
     if not host or "/" in address or not port.isdecimal():
         return None
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S) as probe:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return None
+            probe.sendall(_HTTP2_GREETING)
+            answer = probe.recv(_HTTP2_FRAME_HEADER, socket.MSG_WAITALL)
     except OSError as error:
         return error
-    return None
+    if len(answer) == _HTTP2_FRAME_HEADER and answer[3] == _HTTP2_SETTINGS:
+        return None
+    return ConnectionError("what listens there is no Ray; the port of its GCS is 6379 if nobody chose another")
 
 
 def choose_device() -> str:
