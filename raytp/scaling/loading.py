@@ -16,6 +16,7 @@ from scheduler.errors import shown
 
 _BUILT_IN = "fixed, fixed:COUNT, queue:SECONDS or deadline:SECONDS"
 _FORMS = "fixed, fixed:COUNT, queue:SECONDS, deadline:SECONDS or MODULE:FUNCTION"
+_ABSENT = object()
 
 
 def load_policy(text: str) -> Policy:
@@ -58,6 +59,7 @@ def _load_function(text: str, module_name: str, function_name: str) -> Policy:
         look_also_in(os.getcwd())
     try:
         module = importlib.import_module(module_name)
+        function: Any = getattr(module, function_name, _ABSENT)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # it imports another one
             raise ConfigError(f"policy {shown(text)} cannot be imported: that {raised(error)}") from error
@@ -67,13 +69,12 @@ def _load_function(text: str, module_name: str, function_name: str) -> Policy:
         ) from None
     except (Exception, SystemExit) as error:  # the module may raise anything
         raise ConfigError(f"policy {shown(text)} cannot be imported: that {raised(error)}") from error
-    if not hasattr(module, function_name):
+    if function is _ABSENT:
         file = getattr(module, "__file__", None) or "a module of Python's own"
         raise ConfigError(
             f"policy {shown(text)} is not there: {module_name}, which is {file}, has no {function_name}; if another "
             f"file was meant, give it a name that no other module has"
         )
-    function: Any = getattr(module, function_name)
     if not callable(function):
         raise ConfigError(
             f"policy {shown(text)} is no function: it must take an Observation and return a count of replicas"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -111,6 +113,38 @@ def test_every_tiling_fits_and_covers(
     assert tiling.num_splits == 1 or (may_split and num_columns // tiling.num_splits % 128 == 0)
     assert tiling.num_stages >= 2
     assert tiling.num_stages * 128 * 2 * (tiling.block_m + 64 * (1 + gated)) <= 227 * 1024
+
+
+@given(num_features=st.integers(1, 40_000), num_columns=st.integers(1, 200), gated=st.booleans())
+def test_the_warm_up_has_a_step_for_each_kernel(num_features: int, num_columns: int, gated: bool) -> None:
+    """Between two of its numbers of tokens no layer changes what a kernel is compiled for."""
+    from workers.kernels.skinny_linear import choose_tiling
+    from workers.model_runner import _NUM_TOKENS
+
+    for num_fewer, num_tokens in pairwise((1, *_NUM_TOKENS)):
+        tilings = [
+            choose_tiling(rows, num_features, 64 * num_columns, gated=gated, may_split=not gated)
+            for rows in range(num_fewer + 1, num_tokens + 1)
+        ]
+        assert len({(tiling.block_m, tiling.num_splits, tiling.num_stages) for tiling in tilings}) == 1
+    assert num_tokens == 256
+
+
+@pytest.mark.parametrize(("num_rows", "num_splits"), [(1, 1), (2, 4), (70, 4), (257, 1)])
+def test_layers_by_whichever_kernel_is_chosen_agree_with_plain_ones(
+    num_rows: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.kernels import fused, skinny_linear
+
+    monkeypatch.setattr(skinny_linear, "_is_hopper", lambda device: True)
+    x, weight, bias = make((num_rows, 96, 1024), torch.float16)
+    expected = exact(x, weight, bias)
+    assert_close(fused.linear(x, weight, bias), expected, torch.float16)
+    parts = fused.linear(x, weight, bias, may_split=True)
+    assert (len(parts) if parts.dim() == 3 else 1) == num_splits
+    assert_close(reference_ops.sum_of_splits(parts, torch.float16), expected, torch.float16)
+    gated = reference_ops.gated_linear(x.float(), weight.float(), bias.float())
+    assert_close(fused.gated_linear(x, weight, bias), gated, torch.float16, num_roundings=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

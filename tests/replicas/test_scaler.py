@@ -36,6 +36,7 @@ SEEN = replace(
         ("import no_such_module", "No module named 'no_such_module'"),
         ("def g(seen): return 1", ".py, has no f; if another file was meant"),
         ("f = 3", "is no function"),
+        ("def __getattr__(name): raise OSError(name)", "OSError: f"),
     ],
 )
 def test_a_module_that_cannot_be_used_is_an_error_that_names_the_policy(tmp_path, monkeypatch, source, told):
