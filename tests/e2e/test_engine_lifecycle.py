@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 
 from raytp import LLM, SamplingParams
 from raytp.errors import (
@@ -28,6 +28,7 @@ from raytp.errors import (
 )
 from tests.e2e.checkpoints import TRIVIA, questions
 from tests.e2e.conftest import EngineCache
+from tests.held_cpus import held_cpus
 
 _ENDLESS = SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)
 _GONE_WITHIN_S = 15.0
@@ -251,14 +252,12 @@ def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_busy() -> None:
-    others = placement_group([{"CPU": 1}] * 14)
-    assert others.wait(10)
-    with pytest.raises(PlacementError, match="3 CPU on one node") as raised:
-        LLM(TRIVIA, 3, placement_timeout_s=2)
-    assert "2 of 16 CPU free" in str(raised.value)
-    with LLM(TRIVIA, 2) as llm:
-        assert _answers(llm)
-    remove_placement_group(others)
+    with held_cpus(14, "others"):
+        with pytest.raises(PlacementError, match="3 CPU on one node") as raised:
+            LLM(TRIVIA, 3, placement_timeout_s=2)
+        assert "2 of 16 CPU free" in str(raised.value)
+        with LLM(TRIVIA, 2) as llm:
+            assert _answers(llm)
 
 
 def test_eight_engines_started_at_once() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 
 from raytp import LLM, SamplingParams
 from raytp.errors import ChannelError, EngineError
@@ -21,6 +21,7 @@ from raytp.placement import group_name
 from raytp.progress import ProgressBar
 from tests.e2e.checkpoints import TRIVIA
 from tests.e2e.conftest import EngineCache
+from tests.held_cpus import held_cpus
 from workers.channel import Listener, connect
 
 _KEY = b"k" * 32
@@ -98,17 +99,14 @@ def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: Engine
     owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()
     left = str(ray.get(owner.start.remote(), timeout=60))
     ray.kill(owner)
-    others = placement_group([{"CPU": 1}], name=f"{group_name('a')}-like")
-    assert others.wait(_PROMPTLY_S)
     deadline = time.monotonic() + _PROMPTLY_S
-    with LLM(TRIVIA, 2) as beside:  # one that lives is not touched
+    with held_cpus(1, f"{group_name('a')}-like"), LLM(TRIVIA, 2) as beside:  # one that lives is not touched
         while _state_of(left) != "REMOVED" and time.monotonic() < deadline:
             with LLM(TRIVIA):
                 pass
         assert beside.generate([5, 6], _GREEDY)[0].error is None
-    assert _state_of(left) == "REMOVED"
-    assert _state_of(f"{group_name('a')}-like") == "CREATED"
-    remove_placement_group(others)
+        assert _state_of(left) == "REMOVED"
+        assert _state_of(f"{group_name('a')}-like") == "CREATED"
 
 
 def _state_of(name: str) -> str:

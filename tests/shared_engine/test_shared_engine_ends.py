@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import ray
 from ray._private.state import actors
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from raytp import LLM, SamplingParams
 from raytp.config import make_engine_config
 from raytp.connection import start_engine
 from raytp.errors import EngineError, EngineNotFoundError
 from raytp.shared_engines import list_engines, stop_engine
+from tests.held_cpus import held_cpus
 from tests.shared_engine.conftest import MODEL, TIMEOUT_S, Cluster, groups, pids, runs, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -116,18 +117,15 @@ def no_free_cpu() -> Iterator[Callable[[], None]]:
         for bundle in group["bundles"].values()
     )
     # Ray's own count of what is free lags behind.
-    others = placement_group([{"CPU": 1}] * int(ray.cluster_resources()["CPU"] - held), name="others")
-    assert others.wait(_PROMPTLY_S)
-    yield lambda: remove_placement_group(others)
-    remove_placement_group(others)
-    wait_until(lambda: "others" not in groups())
+    with held_cpus(int(ray.cluster_resources()["CPU"] - held), "others") as others:
+        yield lambda: remove_placement_group(others)
 
 
 def wait_for_stage(process: subprocess.Popen[str], stage: str) -> None:
-    """Until serve-engine says that it has come so far."""
+    """Until serve-engine says that it has come so far; it may add how far, or what is missing."""
     assert process.stderr is not None
     lines: list[str] = []
-    while not lines or lines[-1].strip() != stage:
+    while not lines or not lines[-1].startswith(stage):
         lines.append(process.stderr.readline())
         assert lines[-1], f"{stage} never came: {''.join(lines)}"
 
