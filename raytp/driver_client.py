@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
 _DISCONNECT_TIMEOUT_S = 5.0
+_LAST_WORD_TIMEOUT_S = 1.0
 _SIGN_OF_LIFE_EVERY_S = 5.0
 """Well below the silence after which a driver forgets a caller."""
 
@@ -82,8 +83,8 @@ class DriverClient:
             return client, info
         except BaseException:
             client.shutdown()
-            with contextlib.suppress(Exception):  # Ray reports what nobody has looked at
-                ray.get(client._start_ref, timeout=0)
+            with contextlib.suppress(Exception):  # Ray reports what nobody has looked at, and it may come late
+                ray.get(client._start_ref, timeout=_LAST_WORD_TIMEOUT_S)
             raise
 
     def _own(self, actor: Any) -> None:

@@ -1,4 +1,7 @@
-"""Ctrl-C is answered at once: what it ends may take seconds to end. Called by `raytp.cli`'s commands."""
+"""Ctrl-C is answered at once: what it ends may take seconds to end. SIGTERM is noted.
+
+Called by `raytp.cli`'s commands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import threading
 
 _text = ""
 _has_said = threading.Event()
+_is_terminated = threading.Event()
 _lock = threading.Lock()
 
 
@@ -41,7 +45,14 @@ def acknowledge() -> None:
             print(_text, file=sys.stderr, flush=True)
 
 
+def has_sigterm_arrived() -> bool:
+    """Whether it has since `acknowledge_interrupts`, if somebody handles it; else this process has ended."""
+    return _is_terminated.wait(0.1)  # the other thread may just be reading of it
+
+
 def _listen(reader: int) -> None:
     while number := os.read(reader, 1):
         if number[0] == signal.SIGINT:
             acknowledge()
+        elif number[0] == signal.SIGTERM:
+            _is_terminated.set()
