@@ -147,13 +147,13 @@ class Driver:
         """See `Engine.keep_waiting`."""
         self._running_engine().keep_waiting(client_ids)
 
-    def stats(self) -> SchedulerStats:
+    def stats(self, timeout_s: float) -> SchedulerStats:
         """See `Engine.stats`."""
-        return self._running_engine().stats()
+        return self._running_engine().stats(timeout_s)
 
-    def step_loop_cpu_s(self) -> float:
+    def step_loop_cpu_s(self, timeout_s: float) -> float:
         """See `Engine.step_loop_cpu_s`."""
-        return self._running_engine().step_loop_cpu_s()
+        return self._running_engine().step_loop_cpu_s(timeout_s)
 
     def failures(self, max_age_s: float, after: int) -> list[tuple[int, str]]:
         """See `RankSupply.failures`."""

@@ -169,14 +169,14 @@ class DriverClient:
         if self._actor is not None:
             self._call("forget", [client_id])
 
-    def stats(self) -> SchedulerStats:
+    def stats(self, timeout_s: float) -> SchedulerStats:
         """Counts and load of the engine's scheduler."""
-        stats: SchedulerStats = self._get(self._call("stats"))
+        stats: SchedulerStats = self._get(self._call("stats", timeout_s), timeout_s)
         return stats
 
-    def step_loop_cpu_s(self) -> float:
+    def step_loop_cpu_s(self, timeout_s: float) -> float:
         """CPU time of the driver's step loop so far, in seconds."""
-        cpu_s: float = self._get(self._call("step_loop_cpu_s"))
+        cpu_s: float = self._get(self._call("step_loop_cpu_s", timeout_s), timeout_s)
         return cpu_s
 
     def recoveries(self) -> list[Recovery]:

@@ -34,8 +34,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _IDLE_CHECK_S = 1.0
 """How often ranks that have nothing to do are asked after."""
 _RECOVERY_CHECK_S = 0.1
-_ANSWER_TIMEOUT_S = 10.0
-"""For what is asked between two steps."""
 _Answer = TypeVar("_Answer")
 
 
@@ -95,13 +93,13 @@ class Engine:
         """See `Mailroom.keep_waiting`."""
         self._mailboxes.keep_waiting(client_ids)
 
-    def stats(self) -> SchedulerStats:
-        """The scheduler's counts, read between two steps."""
-        return self._ask(self._scheduler.stats)
+    def stats(self, timeout_s: float = 10.0) -> SchedulerStats:
+        """The scheduler's counts, read between two steps. Raises EngineError if the step under way takes longer."""
+        return self._ask(self._scheduler.stats, timeout_s)
 
-    def step_loop_cpu_s(self) -> float:
-        """CPU time of the step loop's thread so far, in seconds."""
-        return self._ask(time.thread_time)
+    def step_loop_cpu_s(self, timeout_s: float = 10.0) -> float:
+        """CPU time of the step loop's thread so far, in seconds. Raises EngineError as `stats` does."""
+        return self._ask(time.thread_time, timeout_s)
 
     def close(self) -> None:
         """End the step loop and tell the ranks to end; callers that wait get EngineClosedError."""
@@ -110,18 +108,18 @@ class Engine:
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._fail(EngineClosedError("the engine has been shut down"))
 
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+    def _ask(self, question: Callable[[], _Answer], timeout_s: float) -> _Answer:
         """What `question` returns between two steps, on the step loop's thread."""
         answer: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._commands.put(lambda: answer.put(question()))
-        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.check_alive()
             with contextlib.suppress(queue.Empty):
                 return answer.get(timeout=0.1)
         raise EngineError(
-            f"the step loop did not answer within {_ANSWER_TIMEOUT_S:g} s: a long step is under way, or the ranks are "
-            f"stuck in it; ask again"
+            f"the step loop did not answer within timeout_s={timeout_s:g}: a long step is under way, or the ranks are "
+            f"stuck in it; ask again, or raise it"
         )
 
     def wait(self) -> None:

@@ -204,13 +204,13 @@ class LLM:
         for call in self._calls.all():
             call.abort_all()
 
-    def stats(self) -> SchedulerStats:
-        """What the scheduler has done so far, and its load."""
-        return self._driver.stats()
+    def stats(self, timeout_s: float = 60.0) -> SchedulerStats:
+        """What the scheduler has done so far, and its load. EngineError if a step takes longer than `timeout_s`."""
+        return self._driver.stats(timeout_s)
 
-    def step_loop_cpu_s(self) -> float:
+    def step_loop_cpu_s(self, timeout_s: float = 60.0) -> float:
         """CPU time that the driver's step loop has taken so far, in seconds; divide by `stats().num_steps`."""
-        return self._driver.step_loop_cpu_s()
+        return self._driver.step_loop_cpu_s(timeout_s)
 
     def is_recovering(self) -> bool:
         """Whether the ranks have died, and others are being started in their place."""

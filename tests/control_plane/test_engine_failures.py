@@ -198,6 +198,24 @@ def test_close_ends_every_waiter_and_the_ranks(rig: Rig) -> None:
         rig.engine.submit("a", [rig.request(0, [1])])
 
 
+def test_a_question_between_two_steps_waits_for_as_long_as_it_says(rig: Rig) -> None:
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        go_on.wait(20)
+
+    rig.transport.before_receive = hold
+    rig.engine.submit("a", [rig.request(0, [1])])
+    assert is_held.wait(PROMPTLY_S)
+    for ask in (rig.engine.stats, rig.engine.step_loop_cpu_s):
+        with pytest.raises(EngineError, match=r"timeout_s=0\.2: a long step is under way"):
+            ask(0.2)
+    threading.Timer(0.5, go_on.set).start()
+    rig.engine.stats(PROMPTLY_S)
+    rig.collect("a", 1)
+
+
 def test_close_does_not_wait_for_ranks_that_never_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_CLOSE_TIMEOUT_S", 0.3)
     is_waiting, stuck = threading.Event(), threading.Event()

@@ -85,7 +85,7 @@ def test_an_engine_whose_ray_is_gone_is_closed(monkeypatch: pytest.MonkeyPatch) 
     client._actor = object()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(EngineClosedError, match="Ray has been shut down"):
-        client.stats()
+        client.stats(10.0)
 
 
 def test_an_llm_that_is_sent_away_says_what_to_do_instead() -> None:
