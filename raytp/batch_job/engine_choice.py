@@ -84,6 +84,6 @@ class EngineChoice:
         from raytp.replicas.starting import prepare_start
 
         config = make_engine_config(self.tensor_parallel_size, dict(self.options))
-        with ProgressBar("starting Ray", show_progress, names_stages=True):
-            start = prepare_start(self.model, config, scaler.min_replicas)
+        with ProgressBar("starting Ray", show_progress, names_stages=True) as bar:
+            start = prepare_start(self.model, config, scaler.min_replicas, on_progress=bar.update)
         return ReplicaPool(start, scaler, num_unread=num_unread, show_progress=show_progress)

@@ -19,12 +19,14 @@ def prepare_start(
     config: EngineConfig,
     num_replicas: int,
     faults_of: Callable[[int], tuple[Fault, ...]] = lambda number: (),
+    on_progress: ProgressCallback | None = None,
 ) -> Start:
     """Find Ray, or start one with room for `num_replicas`, and settle what must be the same for all of them.
 
-    `faults_of` a replica's number: what is to go wrong in that one. Raises EngineError.
+    `faults_of` a replica's number: what is to go wrong in that one. `on_progress` is told if Ray is waited for. Raises
+    EngineError.
     """
-    ensure_ray(config.tensor_parallel_size * num_replicas)
+    ensure_ray(config.tensor_parallel_size * num_replicas, on_progress)
     if config.device == "auto":
         config = replace(config, device=choose_device())
 

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private import services
 from ray._private.utils import get_ray_address_file
 
 from raytp import ray_runtime
+from raytp.config import EngineConfig
+from raytp.errors import EngineError
 from raytp.ray_runtime import _find_on_this_machine, _wait_for_listener, _why_deaf
+from raytp.replicas.starting import prepare_start
 
 GONE = "127.0.0.1:1"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -115,6 +119,16 @@ def test_who_waits_for_a_cluster_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert told == [f"waiting for the cluster: {GONE} does not answer yet"]
     with listening(SETTINGS) as cluster:
         _wait_for_listener(cluster, None)
+
+
+def test_replicas_that_wait_for_a_cluster_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_runtime, "_JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", GONE)
+    told: list[str] = []
+    with pytest.raises(EngineError, match=f"RAY_ADDRESS={GONE} cannot be joined"):
+        prepare_start(None, EngineConfig(), 2, on_progress=lambda stage, _: told.append(stage))
+    assert told == [f"waiting for the cluster: {GONE} does not answer yet"]
 
 
 def test_threads_that_want_ray_at_once_get_one() -> None:
