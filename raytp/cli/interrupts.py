@@ -1,4 +1,4 @@
-"""Ctrl-C is answered at once: what it ends may take seconds to end. SIGTERM is noted.
+"""Ctrl-C is answered at once: what it ends may take seconds to end. Neither it nor SIGTERM is lost.
 
 Called by `raytp.cli`'s commands.
 """
@@ -9,7 +9,13 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 
+_AGAIN = 0x80
+"""In the pipe, beside a signal's number: it is to be sent once more."""
+_AGAIN_AFTER_S = 0.1
 _text = ""
 _has_said = threading.Event()
 _is_terminated = threading.Event()
@@ -19,14 +25,16 @@ _lock = threading.Lock()
 def acknowledge_interrupts(text: str) -> None:
     """From now on the first Ctrl-C is answered by `text`, whatever the main thread is doing, and whoever handles it.
 
-    Python writes the signal's number into a pipe at once, even if it has to wait for its turn to call the handler.
-    Does nothing in another thread than the main one.
+    Python writes the signal's number into a pipe at once, even if it has to wait for its turn to call the handler. What
+    a handler raises where Python cannot pass it on, as in a `__del__`, is raised once more a moment later. Does nothing
+    in another thread than the main one.
     """
     global _text
     if not _text and threading.current_thread() is threading.main_thread():
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        sys.unraisablehook = partial(_send_again, writer, sys.unraisablehook)
         threading.Thread(target=_listen, args=(reader,), name="raytp-interrupts", daemon=True).start()
     _text = text
     _has_said.clear()
@@ -50,9 +58,25 @@ def has_sigterm_arrived() -> bool:
     return _is_terminated.wait(0.1)  # the other thread may just be reading of it
 
 
+def _send_again(writer: int, report: Callable[[sys.UnraisableHookArgs], object], lost: sys.UnraisableHookArgs) -> None:
+    """Python calls this when an exception is lost."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        number = signal.SIGINT
+    elif isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == 128 + signal.SIGTERM:
+        number = signal.SIGTERM
+    else:
+        report(lost)
+        return
+    os.write(writer, bytes([_AGAIN | number]))  # garbage may be collected anywhere: no lock can be taken here
+
+
 def _listen(reader: int) -> None:
-    while number := os.read(reader, 1):
-        if number[0] == signal.SIGINT:
+    while read := os.read(reader, 1):
+        number = read[0] & ~_AGAIN
+        if read[0] & _AGAIN:
+            time.sleep(_AGAIN_AFTER_S)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        elif number == signal.SIGINT:
             acknowledge()
-        elif number[0] == signal.SIGTERM:
+        elif number == signal.SIGTERM:
             _is_terminated.set()
