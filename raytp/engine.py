@@ -34,6 +34,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _IDLE_CHECK_S = 1.0
 """How often ranks that have nothing to do are asked after."""
 _RECOVERY_CHECK_S = 0.1
+_ANSWER_TIMEOUT_S = 10.0
+"""For what is asked between two steps: less than a list of engines waits for each of them."""
 _Answer = TypeVar("_Answer")
 
 
@@ -93,11 +95,11 @@ class Engine:
         """See `Mailroom.keep_waiting`."""
         self._mailboxes.keep_waiting(client_ids)
 
-    def stats(self, timeout_s: float = 10.0) -> SchedulerStats:
+    def stats(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> SchedulerStats:
         """The scheduler's counts, read between two steps. Raises EngineError if the step under way takes longer."""
         return self._ask(self._scheduler.stats, timeout_s)
 
-    def step_loop_cpu_s(self, timeout_s: float = 10.0) -> float:
+    def step_loop_cpu_s(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> float:
         """CPU time of the step loop's thread so far, in seconds. Raises EngineError as `stats` does."""
         return self._ask(time.thread_time, timeout_s)
 
@@ -113,13 +115,15 @@ class Engine:
         answer: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._commands.put(lambda: answer.put(question()))
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        while True:
             self.check_alive()
             with contextlib.suppress(queue.Empty):
                 return answer.get(timeout=0.1)
+            if time.monotonic() > deadline:
+                break
         raise EngineError(
             f"the step loop did not answer within timeout_s={timeout_s:g}: a long step is under way, or the ranks are "
-            f"stuck in it; ask again, or raise it"
+            f"stuck in it; ask again, or raise timeout_s"
         )
 
     def wait(self) -> None:

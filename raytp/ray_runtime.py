@@ -22,6 +22,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from raytp.errors import EngineError, PlacementError
 from raytp.outputs import ProgressCallback
 from raytp.placement import resource_of
+from raytp.termination import terminate
 
 _JOIN_TIMEOUT_S = 15.0
 _PROBE_TIMEOUT_S = 3.0
@@ -269,7 +270,7 @@ def interrupt_deferred() -> Iterator[None]:
     arrived: list[int] = []
     previous = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in _DEFERRED}
     if previous[signal.SIGTERM] in (signal.SIG_DFL, None):
-        previous[signal.SIGTERM] = _end_process
+        previous[signal.SIGTERM] = terminate
     try:
         yield
     except SystemExit as error:
@@ -281,7 +282,3 @@ def interrupt_deferred() -> Iterator[None]:
             signal.signal(number, handler)
     if arrived:
         signal.raise_signal(arrived[0])  # for whoever handled it before; it may be nobody
-
-
-def _end_process(number: int, _: object) -> None:
-    raise SystemExit(128 + number)  # as a shell reports it

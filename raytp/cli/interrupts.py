@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from raytp.termination import is_termination
+
 _AGAIN = 0x80
 """In the pipe, beside a signal's number: it is to be sent once more."""
 _AGAIN_AFTER_S = 0.1
 _text = ""
 _has_said = threading.Event()
-_is_terminated = threading.Event()
 _lock = threading.Lock()
 
 
@@ -53,16 +54,11 @@ def acknowledge() -> None:
             print(_text, file=sys.stderr, flush=True)
 
 
-def has_sigterm_arrived() -> bool:
-    """Whether it has since `acknowledge_interrupts`, if somebody handles it; else this process has ended."""
-    return _is_terminated.wait(0.1)  # the other thread may just be reading of it
-
-
 def _send_again(writer: int, report: Callable[[sys.UnraisableHookArgs], object], lost: sys.UnraisableHookArgs) -> None:
     """Python calls this when an exception is lost."""
     if isinstance(lost.exc_value, KeyboardInterrupt):
         number = signal.SIGINT
-    elif isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == 128 + signal.SIGTERM:
+    elif is_termination(lost.exc_value):
         number = signal.SIGTERM
     else:
         report(lost)
@@ -75,8 +71,8 @@ def _listen(reader: int) -> None:
         number = read[0] & ~_AGAIN
         if read[0] & _AGAIN:
             time.sleep(_AGAIN_AFTER_S)
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, number)
         elif number == signal.SIGINT:
             acknowledge()
-        elif number == signal.SIGTERM:
-            _is_terminated.set()

@@ -16,8 +16,9 @@ from typer.core import TyperGroup
 
 from raytp.cli import console
 from raytp.cli import options as opt
-from raytp.cli.interrupts import acknowledge, acknowledge_interrupts, has_sigterm_arrived
+from raytp.cli.interrupts import acknowledge, acknowledge_interrupts
 from raytp.errors import ConfigError, RaytpError
+from raytp.termination import EXIT_STATUS, is_termination
 
 _WRONG_USAGE = 2
 """As for an option that there is not."""
@@ -25,8 +26,6 @@ _INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
 _BROKEN_PIPE = 141
 """128 + SIGPIPE."""
-_TERMINATED = 143
-"""128 + SIGTERM."""
 
 _EXAMPLES = """[bold]Examples[/bold]
 
@@ -82,9 +81,9 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             console.discard_stdout()
             raise typer.Exit(_BROKEN_PIPE) from None
-        except SystemExit:
-            if has_sigterm_arrived():  # if it came while Ray waited, Ray has put a status of its own in place of this
-                raise typer.Exit(_TERMINATED) from None
+        except SystemExit as error:
+            if is_termination(error):
+                raise typer.Exit(EXIT_STATUS) from None
             raise
         except OSError as error:  # a disk is full, say: standard output may be a file on it
             console.discard_stdout()

@@ -34,9 +34,9 @@ from raytp.experiment import fake_guard
 from raytp.experiment.fake_guard import kill_session, processes
 from raytp.experiment.spec import ClusterSpec
 from raytp.ray_runtime import interrupt_deferred
+from raytp.termination import terminate
 
 _START_TIMEOUT_S = 120.0
-_SIGTERM_EXIT = 128 + signal.SIGTERM
 _NODE_TYPE = "fake"
 _OBJECT_STORE_BYTES = 10**8
 _ENV = {
@@ -270,11 +270,7 @@ def _sigterm_raised() -> Iterator[None]:
         yield
         return
 
-    def leave(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(_SIGTERM_EXIT)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ def run_on_ray(run: Run, address: str | None, on_progress: ProgressCallback) -> 
     A node that is to be lost before it has come is lost when it comes. `check_experiment` must have passed. Raises
     ConfigError if this process has another Ray or the policy raises, EngineError if the engines end or a row is lost.
     """
-    with _connected(address):
+    with _connected(address, on_progress):
         return RealRun(run, on_progress).go()
 
 
@@ -206,8 +206,8 @@ class _StepCount:
     def _ask(self) -> None:
         for replica in list(self._pool.replicas):
             if replica.engine is not None:
-                with suppress(RaytpError):  # it is about to end
-                    self._counts[replica.number] = replica.engine.stats().num_steps
+                with suppress(RaytpError):  # it is about to end, or a step takes long
+                    self._counts[replica.number] = replica.engine.stats(_COUNT_STEPS_EVERY_S).num_steps
 
 
 def _engine_config(spec: ExperimentSpec) -> EngineConfig:
@@ -235,14 +235,14 @@ def _faults(spec: ExperimentSpec, number: int) -> tuple[Fault, ...]:
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
+def _connected(address: str | None, on_progress: ProgressCallback) -> Iterator[None]:
     """Raises ConfigError if this process has a Ray, and is to use another, EngineError if it cannot be joined."""
     had_ray = ray.is_initialized()
     if had_ray and address is not None:
         raise ConfigError("this process has a Ray already, so it cannot use another one: run ray.shutdown() before")
     try:
         if address is None:
-            join_ray()
+            join_ray(lambda stage, _: on_progress(0.0, stage))
         else:
             _join(address)
         yield

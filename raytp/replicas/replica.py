@@ -47,7 +47,7 @@ class ReplicaEngine(Protocol):
     def is_recovering(self) -> bool:
         """See `raytp.LLM.is_recovering`."""
 
-    def stats(self) -> SchedulerStats:
+    def stats(self, timeout_s: float) -> SchedulerStats:
         """See `raytp.LLM.stats`."""
 
     def shutdown(self) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import logging
 import operator
-import signal
 
 from raytp.errors import ConfigError
 from raytp.scaling.blame import raised
 from raytp.scaling.observation import Observation, Policy
+from raytp.termination import is_termination
 from scheduler.errors import shown
 
 logger = logging.getLogger(__name__)
-
-_SIGTERM_EXIT = 128 + signal.SIGTERM
-"""How a command ends at one."""
 
 
 class Scaler:
@@ -51,8 +48,8 @@ class Scaler:
         try:
             answer = self._policy(seen)
         except (Exception, SystemExit) as error:  # it may be anybody's code
-            if isinstance(error, SystemExit) and error.code == _SIGTERM_EXIT:
-                raise  # a signal has come while the policy thought
+            if is_termination(error):  # it has come while the policy thought
+                raise
             raise ConfigError(f"policy {self._name()} {raised(error)}") from error
         try:
             if not isinstance(answer, bool):

@@ -99,8 +99,8 @@ def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: Engine
     owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()
     left = str(ray.get(owner.start.remote(), timeout=60))
     ray.kill(owner)
-    deadline = time.monotonic() + _PROMPTLY_S
     with held_cpus(1, f"{group_name('a')}-like"), LLM(TRIVIA, 2) as beside:  # one that lives is not touched
+        deadline = time.monotonic() + _PROMPTLY_S
         while _state_of(left) != "REMOVED" and time.monotonic() < deadline:
             with LLM(TRIVIA):
                 pass

@@ -112,23 +112,23 @@ def test_why_no_cluster_can_be_had_is_said_of_each(noted: Path, monkeypatch: pyt
 
 
 def test_who_waits_for_a_cluster_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_runtime, "_JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_runtime, "_JOIN_TIMEOUT_S", 1.0)
     told: list[str] = []
     with pytest.raises(ConnectionRefusedError):
         _wait_for_listener(GONE, lambda stage, _: told.append(stage))
-    assert told == [f"waiting for the cluster: {GONE} does not answer yet"]
+    assert set(told) == {f"waiting for the cluster: {GONE} does not answer yet"}
     with listening(SETTINGS) as cluster:
         _wait_for_listener(cluster, None)
 
 
 def test_replicas_that_wait_for_a_cluster_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_runtime, "_JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_runtime, "_JOIN_TIMEOUT_S", 1.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", GONE)
     told: list[str] = []
     with pytest.raises(EngineError, match=f"RAY_ADDRESS={GONE} cannot be joined"):
         prepare_start(None, EngineConfig(), 2, on_progress=lambda stage, _: told.append(stage))
-    assert told == [f"waiting for the cluster: {GONE} does not answer yet"]
+    assert set(told) == {f"waiting for the cluster: {GONE} does not answer yet"}
 
 
 def test_threads_that_want_ray_at_once_get_one() -> None:

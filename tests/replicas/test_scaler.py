@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from raytp import termination
 from raytp.errors import ConfigError
 from raytp.scaling import QueuePolicy, Scaler, load_policy
 from tests.simulator import small
@@ -82,18 +83,28 @@ def test_a_policy_that_raises_is_an_error_that_names_it_and_what_it_raised():
         Scaler(QueuePolicy(5), 0, 3).decide(None)
 
 
-def test_a_policy_cannot_end_the_command_but_a_signal_can():
-    with pytest.raises(ConfigError, match=r"quits raised SystemExit: 0"):
-        Scaler(quits(0), 0, 3).decide(SEEN)
-    with pytest.raises(SystemExit):
-        Scaler(quits(128 + signal.SIGTERM), 0, 3).decide(SEEN)
+@pytest.mark.parametrize("status_of_ray", [None, 1])
+def test_a_policy_cannot_end_the_command_but_a_signal_can(monkeypatch, status_of_ray):
+    monkeypatch.setattr(termination, "_has_come", False)
+    with pytest.raises(ConfigError, match=r"quits raised SystemExit: 143"):
+        Scaler(quits, 0, 3).decide(SEEN)
+
+    def is_ended(seen):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            sys.exit(status_of_ray or termination.EXIT_STATUS)
+
+    before = signal.signal(signal.SIGTERM, termination.terminate)
+    try:
+        with pytest.raises(SystemExit):
+            Scaler(is_ended, 0, 3).decide(SEEN)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def quits(code):
-    def quits(seen):
-        sys.exit(code)
-
-    return quits
+def quits(seen):
+    sys.exit(143)
 
 
 class OddIndex:
