@@ -9,13 +9,12 @@ import time
 from typing import Any
 
 import ray
-from ray.util import get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytp.config import EngineConfig
 from raytp.driver import Driver, SharedModel
 from raytp.errors import ConfigError
-from raytp.placement import group_name
+from raytp.placement import group_name, remove_group
 from raytp.ray_runtime import has_ray_died
 from workers.config import WorkerConfig
 
@@ -80,7 +79,7 @@ def _remove_driver(actor: Any) -> None:
     with contextlib.suppress(Exception):
         ray.kill(actor, no_restart=True)
     with contextlib.suppress(Exception):  # there still is one only if the driver died: Ray keeps it for the job
-        remove_placement_group(get_placement_group(group_name(actor._actor_id.hex())))
+        remove_group(group_name(actor._actor_id.hex()))
 
 
 def end_driver_unwaited(actor: Any, pid: int) -> None:

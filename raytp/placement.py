@@ -1,6 +1,7 @@
 """Around an engine's placement group: its name, what others left behind, and what the cluster has or lacks for it.
 
-Called by `raytp.rank_group` and `raytp.rank_supply`; for the name, by `raytp.driver_actor` and `raytp.shared_engines`.
+Called by `raytp.rank_group` and `raytp.rank_supply`; for its name and its end, by `raytp.driver_actor` and
+`raytp.shared_engines`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ def group_name(driver_actor_id: str) -> str:
     return _PREFIX + driver_actor_id
 
 
+def remove_group(name: str) -> None:
+    """If there is one, whichever job has made it: Ray itself looks for names in the caller's namespace alone."""
+    for group_id, group in placement_group_table().items():
+        if group["name"] == name and group["state"] != "REMOVED":
+            _remove(group_id)
+
+
 def resource_of(device: str) -> str:
     """What each rank needs one of, as Ray names it."""
     return "GPU" if device == "cuda" else "CPU"
@@ -34,7 +42,11 @@ def remove_abandoned_groups() -> None:
     for group_id, group in placement_group_table().items():
         name = _NAME.fullmatch(group["name"])
         if name and group["state"] != "REMOVED" and actors(name[1]).get("State") == "DEAD":
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+            _remove(group_id)
+
+
+def _remove(group_id: str) -> None:
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
 
 
 def describe_shortage(

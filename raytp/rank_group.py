@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytp.autopsy import ACCIDENTS, describe_end, examine, find_processes, kill_processes
@@ -66,6 +62,8 @@ class RankGroup:
         self._ranks: list[Any] = []
         self._run_refs: list[Any] = []
         self._is_closed = False
+        self._placing = threading.Lock()
+        """Or a group that is just made would outlive a driver that is closed and killed meanwhile."""
         self.nodes: list[NodeInfo] = []
 
     def start(self, on_status: ProgressCallback) -> tuple[Transport, list[LoadReport]]:
@@ -134,10 +132,11 @@ class RankGroup:
         try:
             self.kill_ranks()
         finally:
-            if self.placement_group is not None:
+            with self._placing:
+                group = self.give_away_placement()
+            if group is not None:
                 with contextlib.suppress(Exception):
-                    remove_placement_group(self.placement_group)
-                self.placement_group = None
+                    remove_placement_group(group)
 
     def profile(self, duration_s: float) -> list[DeviceProfile | None]:
         """What each rank's GPU does in the next `duration_s`, while steps go on; None for a rank on a CPU."""
@@ -171,8 +170,9 @@ class RankGroup:
         if self.placement_group is None:
             remove_abandoned_groups()
             name = group_name(str(ray.get_runtime_context().get_actor_id()))
-            self.placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
-            self._check_open()
+            with self._placing:
+                self._check_open()
+                self.placement_group = placement_group(bundles, strategy=self._config.placement_strategy, name=name)
         strategy, timeout_s = self._config.placement_strategy, self._config.placement_timeout_s
         if self.placement_group.wait(timeout_seconds=min(timeout_s, _SAY_WHAT_IS_MISSING_AFTER_S)):
             return

@@ -18,7 +18,7 @@ from raytp.driver_actor import NAMESPACE, end_driver
 from raytp.driver_client import DriverClient
 from raytp.errors import ConfigError, EngineError, EngineNotFoundError
 from raytp.outputs import EngineDescription
-from raytp.placement import group_name
+from raytp.placement import group_name, remove_group
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ANSWER_WITHIN_S = 15.0
@@ -65,6 +65,7 @@ def stop_engine(name: str) -> None:
     end_driver(driver)
     deadline = time.monotonic() + _GONE_WITHIN_S
     while name in _names() or _is_there(group):
+        remove_group(group)  # a driver that was killed may have been about to make it
         if time.monotonic() > deadline:
             raise EngineError(f"engine {name} has been told to end, but has not within {_GONE_WITHIN_S:g} s: ask again")
         time.sleep(0.1)

@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table
 
-from raytp import LLM, SamplingParams
+from raytp import LLM, SamplingParams, rank_group
+from raytp.config import EngineConfig
 from raytp.errors import ChannelError, EngineError
 from raytp.placement import group_name
 from raytp.progress import ProgressBar
@@ -107,6 +111,33 @@ def test_what_a_killed_owner_leaves_goes_to_the_next_engine(engine_cache: Engine
         assert beside.generate([5, 6], _GREEDY)[0].error is None
         assert _state_of(left) == "REMOVED"
         assert _state_of(f"{group_name('a')}-like") == "CREATED"
+
+
+def test_an_engine_that_ends_as_it_asks_for_room_leaves_no_placement_group(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has closed it kills the driver then: nothing may come after that."""
+    is_asking, go_on = threading.Event(), threading.Event()
+
+    def ask_slowly(*arguments: Any, **options: Any) -> Any:
+        is_asking.set()
+        assert go_on.wait(_PROMPTLY_S)
+        return placement_group(*arguments, **options)
+
+    monkeypatch.setattr(rank_group, "placement_group", ask_slowly)
+    before = placement_group_table()
+    worker_config: Any = SimpleNamespace(device="cpu", world_size=1)
+    group = rank_group.RankGroup(EngineConfig(), worker_config, epoch=0)
+    with ThreadPoolExecutor(2) as threads:
+        starting = threads.submit(group.start, lambda *_: None)
+        assert is_asking.wait(_PROMPTLY_S)
+        closing = threads.submit(group.close)
+        assert not wait([closing], timeout=0.5).done, "it is closed while a placement group is on its way"
+        go_on.set()
+        closing.result(_PROMPTLY_S)
+        made = [each for key, each in placement_group_table().items() if key not in before]
+        assert [each["state"] for each in made] == ["REMOVED"]
+        assert starting.exception(_PROMPTLY_S) is not None
 
 
 def _state_of(name: str) -> str:

@@ -21,6 +21,7 @@ from raytp import LLM, SamplingParams
 from raytp.config import make_engine_config
 from raytp.connection import start_engine
 from raytp.errors import EngineError, EngineNotFoundError
+from raytp.placement import group_name, remove_group
 from raytp.shared_engines import list_engines, stop_engine
 from tests.held_cpus import held_cpus
 from tests.shared_engine.conftest import MODEL, TIMEOUT_S, Cluster, groups, pids, runs, wait_until
@@ -182,6 +183,26 @@ def test_an_engine_stopped_while_it_starts(cluster: Cluster) -> None:
         assert process.returncode == 1
         assert "Traceback" not in errors
         assert errors.startswith("error: ")
+
+
+_LEAVES_A_GROUP = """
+import sys, ray
+from ray.util.placement_group import placement_group
+ray.init(log_to_driver=False)
+assert placement_group([{"CPU": 1}], name=sys.argv[1], lifetime="detached").wait(30)
+"""
+
+
+def test_a_placement_group_of_another_job_is_removed(cluster: Cluster) -> None:
+    """An engine is stopped by other jobs than the one that has started it."""
+    left, stays = (group_name(letter * 32) for letter in "ab")
+    with held_cpus(1, stays):
+        process = cluster.start("-c", _LEAVES_A_GROUP, left)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, errors
+        assert sorted(groups()) == [left, stays]
+        remove_group(left)
+        wait_until(lambda: groups() == [stays])
 
 
 def test_a_model_that_cannot_be_loaded(cluster: Cluster, tmp_path: Path) -> None:
