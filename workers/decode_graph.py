@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
 from workers.models.decoder import CausalLM
 from workers.parallel_sampler import ParallelSampler
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _NUM_COLUMNS = 6
 """Of the packed input, for each row: slot, length, new block, temperature, and two noise keys."""
@@ -62,14 +66,21 @@ class _Captured:
 class DecodeGraphs:
     """The graphs of one rank."""
 
-    def __init__(self, model: CausalLM, sampler: ParallelSampler, slots: SlotState, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        sampler: ParallelSampler,
+        slots: SlotState,
+        kv_cache: KVCache,
+        pool: _POOL_HANDLE,
+    ) -> None:
         self._model = model
         self._sampler = sampler
         self._slots = slots
         self._kv_cache = kv_cache
         self.sizes = graph_sizes(slots.max_num_seqs)
         self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._buffers = self._new_buffers(self.sizes[-1])
         shape = (_NUM_HOST_BUFFERS, _NUM_COLUMNS * self.sizes[-1])
         self._host = torch.empty(shape, dtype=torch.int32, pin_memory=True)

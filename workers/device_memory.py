@@ -16,6 +16,7 @@ from workers.errors import KVCacheMemoryError
 
 if TYPE_CHECKING:
     from workers.decode_graph import DecodeGraphs
+    from workers.prefill_graph import PrefillGraphs
 
 
 def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
@@ -60,8 +61,8 @@ def every_filter(slot: int) -> SlotSampling:
     )
 
 
-def measure_graph_bytes(device: torch.device, graphs: DecodeGraphs) -> int:
-    """What all decode graphs together will take, from two of them: the largest owns the pool, others share it."""
+def measure_graph_bytes(device: torch.device, graphs: DecodeGraphs | PrefillGraphs) -> int:
+    """What all these graphs together will take, from two of them: the largest owns the pool, others share it."""
     largest, next_largest = graphs.sizes[-1], graphs.sizes[:-1][-1:]
     free_before, _ = torch.cuda.mem_get_info(device)
     graphs.capture([largest], lambda fraction: None)

@@ -19,13 +19,7 @@ from torch import Tensor
 from scheduler.step import IntArray, Step, StepResult
 from workers.batch import SlotState, to_device
 from workers.config import LoadReport, WorkerConfig
-from workers.device_memory import (
-    every_filter,
-    largest_step,
-    measure_graph_bytes,
-    measure_step_bytes,
-    num_fitting_blocks,
-)
+from workers.device_memory import every_filter, largest_step, measure_step_bytes, num_fitting_blocks
 from workers.errors import KVCacheMemoryError
 from workers.host_memory import peak_resident_bytes, resident_bytes
 from workers.kernels.attention import select_backend
@@ -40,7 +34,7 @@ from workers.shard_plan import plan_shards
 from workers.weights import load_weights, randomize_weights
 
 if TYPE_CHECKING:
-    from workers.decode_graph import DecodeGraphs
+    from workers.step_graphs import StepGraphs
 
 
 _NUM_TOKENS = (16, 32, 64, 128, 160, 192, 256)
@@ -90,7 +84,7 @@ class ModelRunner:
         self._backend = select_backend(config.attention_backend, device, config.block_size, self._dtype)
         self._slots = SlotState(config.max_num_seqs, config.max_model_len, config.block_size, device)
         self._kv_cache: KVCache | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
     def load(self, on_progress: Callable[[float], None]) -> LoadReport:
@@ -139,7 +133,7 @@ class ModelRunner:
         if self._uses_graphs:
             self._graphs = self._new_graphs(self._kv_cache)
             try:
-                self._graphs.capture(self._graphs.sizes, on_progress)
+                self._graphs.capture(on_progress)
             except torch.OutOfMemoryError as error:
                 raise KVCacheMemoryError(
                     f"rank {self._tp.rank}: CUDA graphs for up to {self._config.max_num_seqs} sequences do not fit "
@@ -154,23 +148,24 @@ class ModelRunner:
         self._sampler.take_slots(step.new_slots)
         samples = step.samples.astype(bool)
         slots, positions = step.slots[samples], step.seq_lens[samples]
-        is_captured = self._graphs is not None and self._graphs.fits(step)
+        is_captured = self._graphs is not None and self._graphs.decode.fits(step)
         if self._graphs is not None and is_captured:
-            logits, token_ids = self._graphs.run(step)
+            logits, token_ids = self._graphs.decode.run(step)
         else:
-            logits, token_ids = self._run_eagerly(step, self._kv_cache, slots, positions)
+            logits, token_ids = self._run_ragged(step, self._kv_cache, slots, positions)
         rows = self._sampler.rows_to_redraw(slots, positions)
         logprobs = self._sampler.redraw(logits, token_ids, rows, slots, positions) if rows.size else None
         if rows.size or not is_captured:
             self._slots.remember(slots, token_ids)
         return StepOutcome(step.step_id, token_ids, logprobs) if self._tp.rank == 0 else None
 
-    def _run_eagerly(
-        self, step: Step, kv_cache: KVCache, slots: IntArray, positions: IntArray
-    ) -> tuple[Tensor, Tensor]:
+    def _run_ragged(self, step: Step, kv_cache: KVCache, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
         """This rank's logits (N, V/R) of the rows that sample, and their ids (N,) as if all were plain."""
         batch = self._slots.prepare(step)
-        hidden = self._model(batch.input_ids, batch.positions, kv_cache, batch.metadata)
+        if self._graphs is not None and self._graphs.prefill.fits(step):
+            hidden = self._graphs.prefill.run(batch)
+        else:
+            hidden = self._model(batch.input_ids, batch.positions, kv_cache, batch.metadata)
         if len(slots) == 0:
             return hidden[:0], torch.empty(0, dtype=torch.int64, device=self._device)
         logits = self._model.compute_logits(hidden[batch.last_token_indices])
@@ -208,10 +203,11 @@ class ModelRunner:
             device=self._device,
         )
 
-    def _new_graphs(self, kv_cache: KVCache) -> DecodeGraphs:
-        from workers.decode_graph import DecodeGraphs  # brings Triton, which a CPU can do without
+    def _new_graphs(self, kv_cache: KVCache) -> StepGraphs:
+        from workers.step_graphs import StepGraphs  # brings Triton, which a CPU can do without
 
-        return DecodeGraphs(self._model, self._sampler, self._slots, kv_cache)
+        max_num_tokens = self._config.max_num_batched_tokens
+        return StepGraphs(self._model, self._sampler, self._slots, kv_cache, max_num_tokens)
 
     def _num_fitting_blocks(self, tiny: KVCache) -> int:
         """`tiny`: a pool of one block, to run steps on."""
@@ -222,7 +218,7 @@ class ModelRunner:
         step_bytes = measure_step_bytes(self._device, lambda: self._run_largest_step(tiny))
         graph_bytes = 0
         if self._uses_graphs:
-            graph_bytes = measure_graph_bytes(self._device, self._new_graphs(tiny))
+            graph_bytes = self._new_graphs(tiny).measure_bytes(self._device)
         return num_fitting_blocks(
             self._device, self._tp.rank, self._config.memory_fraction, step_bytes, graph_bytes, self._bytes_per_block()
         )

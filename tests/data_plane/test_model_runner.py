@@ -6,6 +6,7 @@ On a GPU with every backend, with and without CUDA graphs, for any number of seq
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from scheduler.config import SchedulerConfig
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.updates import SequenceUpdate
+from workers.batch import Batch
 from workers.config import WorkerConfig
 from workers.device_memory import largest_step
 from workers.model_runner import ModelRunner, StepOutcome
@@ -176,6 +179,43 @@ def test_graphs_and_eager_agree_to_rounding() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("max_num_seqs", [2, 32])
+@pytest.mark.parametrize("max_num_batched_tokens", [100, 4096])
+def test_captured_and_eager_prompts_agree(
+    max_num_seqs: int, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, prompts that share blocks, and decoding rows beside them; steps of as many tokens as a graph has, and of
+    one more."""
+    from workers.prefill_graph import PrefillGraphs
+
+    captured_lengths = []
+
+    def run_captured(graphs: PrefillGraphs, batch: Batch) -> Tensor:
+        captured_lengths.append(len(batch.input_ids))
+        return original(graphs, batch)
+
+    original = PrefillGraphs.run
+    monkeypatch.setattr(PrefillGraphs, "run", run_captured)
+    questions = [prompt for prompt, _ in load_questions(40)]
+    lengths = [16, 17, 32, 33, 100, 101, 129, 255, 256, 300, 384, 400, *[450] * 12]
+    prompts = [list(itertools.chain(*questions[: length // 4]))[-length:] for length in lengths] + questions
+    config = replace(
+        CONFIG,
+        dtype="float32",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_kv_blocks=1200,
+    )
+    captured = run(config, prompts, logprobs=2)
+    num_captured = len(captured_lengths)
+    assert num_captured > 5
+    eager = run(replace(config, enforce_eager=True), prompts, logprobs=2)
+    assert len(captured_lengths) == num_captured
+    assert_agree_to_rounding(captured, eager, tolerance=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_own_linear_layers_agree_with_torch_to_rounding(
@@ -217,15 +257,17 @@ def test_no_linear_layer_is_compiled_while_serving(enforce_eager: bool, monkeypa
     assert not compiled
 
 
-def assert_agree_to_rounding(first: dict[int, list[SequenceUpdate]], second: dict[int, list[SequenceUpdate]]) -> None:
-    """Same tokens, and log probabilities that differ by what bf16 loses in a few layers."""
+def assert_agree_to_rounding(
+    first: dict[int, list[SequenceUpdate]], second: dict[int, list[SequenceUpdate]], tolerance: float = 0.1
+) -> None:
+    """Same tokens, and log probabilities that differ by what rounding, by default to bf16, loses in a few layers."""
     assert first.keys() == second.keys()
     for index in first:
         for a, b in zip(first[index], second[index], strict=True):
             assert a.token_id == b.token_id
             assert a.logprobs is not None
             assert b.logprobs is not None
-            assert abs(a.logprobs.chosen - b.logprobs.chosen) < 0.1
+            assert abs(a.logprobs.chosen - b.logprobs.chosen) < tolerance
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ _MOSTLY_DECODING = 64
 
 class FlashAttention3:
     """FlashAttention-3 for prompts, with any block size, and this project's own kernels for steps that mostly decode:
-    those read ragged batches faster (`benchmarks/results/`)."""
+    those read ragged batches faster (`benchmarks/results/`), and for captured ones, whose lengths the host has not."""
 
     name = "flash_attn_3"
     fits_graph = True
@@ -37,7 +37,7 @@ class FlashAttention3:
         self._decode = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-        if len(q) < _MOSTLY_DECODING * len(metadata.seq_lens):
+        if metadata.max_seqlen_q is None or len(q) < _MOSTLY_DECODING * len(metadata.seq_lens):
             return self._decode.forward(q, k_cache, v_cache, metadata, scale)
         out: Tensor = self._attend(
             q,
@@ -54,7 +54,10 @@ class FlashAttention3:
 
 
 class FlashAttention2:
-    """Decode-only steps use the split-key kernel, others the ragged one; block sizes are multiples of 256."""
+    """Decode-only steps use the split-key kernel, others the ragged one; block sizes are multiples of 256.
+
+    Captured steps of any lengths use this project's own kernels, which read the lengths on the device.
+    """
 
     name = "flash_attn"
     fits_graph = True
@@ -64,8 +67,11 @@ class FlashAttention2:
 
         self._attend_ragged = flash_attn_varlen_func
         self._attend_decode = flash_attn_with_kvcache
+        self._captured = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        if metadata.max_seqlen_q is None:
+            return self._captured.forward(q, k_cache, v_cache, metadata, scale)
         if metadata.max_seqlen_q == 1:
             return self._attend_decode(
                 q.unsqueeze(1),

@@ -78,13 +78,15 @@ def _is_hopper(device: torch.device) -> bool:
 
 def fits_skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     """Whether `skinny_linear` can do x (M, K) @ weight (N, K)^T, and was faster than cuBLAS with sizes like these."""
-    is_half = x.dtype in (torch.float16, torch.bfloat16)
     (num_rows, num_columns), num_features = x.shape, len(weight)
-    if not (is_half and num_rows and _is_hopper(x.device) and _is_aligned(x) and _is_aligned(weight)):
+    if not 0 < num_rows <= _MAX_ROWS:
+        return False
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    if not (is_half and _is_hopper(x.device) and _is_aligned(x) and _is_aligned(weight)):
         return False
     if num_rows <= _FEW_ROWS:
         return num_features <= _MAX_FEATURES
-    if num_rows > _MAX_ROWS or weight.numel() >= _MAX_ELEMENTS:
+    if weight.numel() >= _MAX_ELEMENTS:
         return False
     tiling = choose_tiling(num_rows, num_features // (1 + gated), num_columns, gated=gated, may_split=False)
     return tiling.num_programs <= _NUM_PROGRAMS

@@ -1,7 +1,7 @@
 """The description of a step that attention works from.
 
-Built by `workers.batch` (and by `workers.decode_graph` for a captured step), handed through the model's forward to the
-backends of `workers.kernels`.
+Built by `workers.batch` (and by `workers.decode_graph` and `workers.prefill_graph` for captured steps), handed through
+the model's forward to the backends of `workers.kernels`.
 """
 
 from __future__ import annotations
@@ -26,5 +26,6 @@ class AttentionMetadata:
     """(S,) keys of each sequence, this step's included."""
     block_tables: Tensor
     """(S, B) ids of each sequence's blocks; what lies beyond its seq_len is any valid id."""
-    max_seqlen_q: int
+    max_seqlen_q: int | None
+    """None: known on the device alone, in a captured step."""
     max_seqlen_k: int

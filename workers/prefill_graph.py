@@ -1,0 +1,158 @@
+"""Steps with few prompt tokens as CUDA graphs: the decoder's layers, captured for some numbers of tokens.
+
+Eagerly a layer's kernels take the host half a millisecond to launch, however few tokens there are: 14 ms a step of 28
+layers, where a short prompt's kernels take 2. A graph is one launch. What a step consists of, prompts, their chunks and
+decoding rows in any mixture, is read on the device, so the number of tokens alone decides which graph it is. What
+differs from step to step stays outside: the inputs are copied to fixed addresses, and logits and draw are eager.
+Called by `workers.model_runner`, for steps that `workers.decode_graph` has no graph for.
+
+Shapes: T tokens of a captured size, of which a step fills the first ones, and as many rows as they can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.step import Step
+from workers.batch import Batch, SlotState
+from workers.kv_cache import KVCache
+from workers.layers.attention import AttentionMetadata
+from workers.models.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+_MAX_LAYER_WORK = 10**11
+"""Of a step: tokens times a layer's weights. That takes an H200 a third of a millisecond, and launches hardly more."""
+_MIN_NUM_TOKENS = 256
+"""That there are graphs for, however large the model is."""
+_MAX_PAIRS = 2**24
+"""Of a query and a key, in a step. Beyond, a backend that knows lengths on the host is worth its launches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffers:
+    """Memory at fixed addresses for the largest T and S, that all graphs share: one runs at a time."""
+
+    input_ids: Tensor
+    """(T,) int64."""
+    positions: Tensor
+    """(T,) int64."""
+    slot_mapping: Tensor
+    """(T,) int32."""
+    cu_seqlens_q: Tensor
+    """(S + 1,) int32."""
+    seq_lens: Tensor
+    """(S,) int32."""
+    block_tables: Tensor
+    """(S, B) int32."""
+    hidden: Tensor
+    """(T, hidden), the result."""
+
+
+class PrefillGraphs:
+    """The graphs of one rank, none of which has been captured yet."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: SlotState,
+        kv_cache: KVCache,
+        max_num_batched_tokens: int,
+        pool: _POOL_HANDLE,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._kv_cache = kv_cache
+        self._pool = pool
+        layer_weights = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+        self.sizes = graph_sizes(max_num_batched_tokens, layer_weights)
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._buffers = self._new_buffers(self.sizes[-1], slots.max_num_seqs)
+
+    def capture(self, sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
+        """Capture some of the `sizes`, the largest first, since the others then reuse its memory."""
+        for index, size in enumerate(sorted(sizes, reverse=True)):
+            self._captured[size] = self._capture(size)
+            on_progress((index + 1) / len(sizes))
+
+    def fits(self, step: Step) -> bool:
+        """Whether there is a graph for the step that is faster than its kernels one by one."""
+        num_pairs = np.dot(step.num_scheduled_tokens.astype(np.int64), step.seq_lens)
+        return len(step.token_ids) <= self.sizes[-1] and bool(num_pairs <= _MAX_PAIRS)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Queue the step: its (T, hidden), which the next step overwrites."""
+        num_tokens = len(batch.input_ids)
+        size = next(size for size in self.sizes if size >= num_tokens)
+        self._fill(batch, size)
+        self._captured[size].replay()
+        return self._buffers.hidden[:num_tokens]
+
+    def _fill(self, batch: Batch, size: int) -> None:
+        buffers, metadata = self._buffers, batch.metadata
+        num_tokens, num_rows = len(batch.input_ids), len(metadata.seq_lens)
+        buffers.input_ids[:num_tokens] = batch.input_ids
+        buffers.positions[:num_tokens] = batch.positions
+        buffers.slot_mapping[:num_tokens] = metadata.slot_mapping
+        buffers.slot_mapping[num_tokens:size] = -1
+        buffers.cu_seqlens_q[: num_rows + 1] = metadata.cu_seqlens_q
+        buffers.cu_seqlens_q[num_rows + 1 :] = num_tokens
+        buffers.seq_lens[:num_rows] = metadata.seq_lens
+        buffers.block_tables[:num_rows, : metadata.block_tables.shape[1]] = metadata.block_tables
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        self._buffers.slot_mapping[:] = -1
+        self._buffers.cu_seqlens_q[:] = 0
+        self._forward(size)  # compiles kernels and makes work spaces, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._forward(size)
+        return graph
+
+    def _forward(self, size: int) -> None:
+        buffers = self._buffers
+        num_rows = min(size, self._slots.max_num_seqs)  # a row has one token at least
+        metadata = AttentionMetadata(
+            slot_mapping=buffers.slot_mapping[:size],
+            cu_seqlens_q=buffers.cu_seqlens_q[: num_rows + 1],
+            seq_lens=buffers.seq_lens[:num_rows],
+            block_tables=buffers.block_tables[:num_rows],
+            max_seqlen_q=None,
+            max_seqlen_k=self._slots.max_model_len,
+        )
+        input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
+        buffers.hidden[:size] = self._model(input_ids, positions, self._kv_cache, metadata)
+
+    def _new_buffers(self, num_tokens: int, num_rows: int) -> _Buffers:
+        device, hidden_size = self._slots.device, self._model.config.hidden_size
+        shape = (num_rows, self._slots.block_tables.shape[1])
+        return _Buffers(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
+            hidden=torch.zeros(num_tokens, hidden_size, dtype=self._kv_cache.data.dtype, device=device),
+        )
+
+
+def graph_sizes(max_num_batched_tokens: int, layer_weights: int) -> list[int]:
+    """Token counts to capture, for a model whose layers have so many weights on this rank.
+
+    Up to 256 as the linear layers' kernels change, from there a multiple of 128 for each eighth more.
+    """
+    largest = max(_MIN_NUM_TOKENS, _MAX_LAYER_WORK // layer_weights // 128 * 128)
+    largest = min(largest, max_num_batched_tokens)
+    sizes = [16, 32, 64, 128, 192, 256]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(128, sizes[-1] // 8 // 128 * 128))
+    return [*(size for size in sizes if size < largest), largest]
