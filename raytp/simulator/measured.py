@@ -32,22 +32,22 @@ class Gpu:
 GPUS = {
     "h200": Gpu(
         device_name="NVIDIA H200",
-        # Fitted to 2026-11-30-h200-tp1-overlap.json and 2026-11-30-h200-mailboxes.json.
+        # Fitted to 2026-12-01-h200-prefill-graphs.json.
         coefficients=Coefficients(
-            bytes_per_s=3.784e12,
-            flop_per_s=6.794e14,
-            layer_s=2.344e-05,
+            bytes_per_s=3.87e12,
+            flop_per_s=6.478e14,
+            layer_s=1.877e-05,
             eager_layer_s=0,
-            eager_parallel_layer_s=0.000321,
-            shared_byte_s=1.263e-13,
-            pair_flop_s=5.281e-15,
-            all_reduce_layer_s=2.986e-06,
-            all_reduce_byte_s=1.07e-12,
-            request_s=0.0008772,
+            eager_parallel_layer_s=7.978e-05,
+            shared_byte_s=1.891e-13,
+            pair_flop_s=3.984e-15,
+            all_reduce_layer_s=2.683e-06,
+            all_reduce_byte_s=3.494e-12,
+            request_s=0.0006181,
             driver_step_s=0,
-            driver_row_s=7.145e-06,
-            driver_prompt_token_s=3.05e-07,
-            memory_bytes=1.293e11,
+            driver_row_s=6.165e-06,
+            driver_prompt_token_s=3.299e-07,
+            memory_bytes=1.288e11,
         ),
     ),
     # Rough, and set by hand to seven cases of `raytp bench` on two cores of an EPYC that others used, too: SmolLM2-135M

@@ -30,7 +30,7 @@ class Coefficients:
     layer_s: float
     """Of a layer, whatever it computes: the launches of its kernels, and their shortest times."""
     eager_layer_s: float
-    """More than that in a step with prompt tokens, which no CUDA graph replays."""
+    """More than that in a step with prompt tokens, which no CUDA graph replays if it is large."""
     eager_parallel_layer_s: float
     """More than that if there are several ranks."""
     shared_byte_s: float

@@ -23,13 +23,8 @@ from raytp.simulator.setup import load_model
 from raytp.simulator.step_time import Coefficients, StepTimes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = ("2026-11-30-h200-tp1-overlap.json", "2026-11-30-h200-mailboxes.json")
-RECORDS = [record for name in FILES for record in json.loads((RESULTS / name).read_text())]
-SINCE = "2026-11-30-h200-skinny.json"
-"""Of a faster engine, to which nothing is fitted."""
-MEASURED = [
-    record for record in [*RECORDS, *json.loads((RESULTS / SINCE).read_text())] if record["workload"] == "throughput"
-]
+RECORDS = json.loads((RESULTS / "2026-12-01-h200-prefill-graphs.json").read_text())
+MEASURED = [record for record in RECORDS if record["workload"] == "throughput"]
 MODELS = {name: load_model(name) for name in ("qwen3-0.6b", "qwen3-8b")}
 
 
