@@ -45,7 +45,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     """The fastest that is installed, or one by name."""
     enforce_eager: bool = False
-    """Run decode steps without CUDA graphs: slower, for comparison and for debugging."""
+    """No CUDA graphs: slower, for comparison and for debugging."""
     max_model_len: int | None = None
     """Tokens of one sequence, prompt and output; default: what the model was trained for, if the KV cache holds it."""
     max_num_seqs: int = 256

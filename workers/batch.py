@@ -1,7 +1,7 @@
 """Turns a step into the tensors that the model runs on, with array operations only.
 
 Owns the slots' state on the device: their block tables and their last sampled tokens. Everything a step brings is
-packed into one int32 buffer and copied once. Called by `workers.model_runner` and `workers.decode_graph`, and for
+packed into one int32 buffer and copied once. Called by `workers.model_runner` and the graphs of steps, and for
 `to_device` by the sampler; knows nothing of the model.
 """
 

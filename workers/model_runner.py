@@ -118,7 +118,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate(self, num_kv_blocks: int, on_progress: Callable[[float], None]) -> None:
-        """Make the pool, of the size that all ranks have agreed on, and capture the decode steps on it.
+        """Make the pool, of the size that all ranks have agreed on, and capture steps on it.
 
         Raises KVCacheMemoryError if it does not fit.
         """
@@ -131,14 +131,14 @@ class ModelRunner:
                 f"num_kv_blocks or memory_fraction ({error})"
             ) from error
         if self._uses_graphs:
-            self._graphs = self._new_graphs(self._kv_cache)
             try:
+                self._graphs = self._new_graphs(self._kv_cache)
                 self._graphs.capture(on_progress)
             except torch.OutOfMemoryError as error:
                 raise KVCacheMemoryError(
                     f"rank {self._tp.rank}: CUDA graphs for up to {self._config.max_num_seqs} sequences do not fit "
-                    f"beside a KV cache of {num_kv_blocks} blocks: lower memory_fraction, num_kv_blocks or "
-                    f"max_num_seqs ({error})"
+                    f"beside a KV cache of {num_kv_blocks} blocks: lower memory_fraction, num_kv_blocks, "
+                    f"max_num_seqs or max_num_batched_tokens ({error})"
                 ) from error
 
     @torch.inference_mode()
@@ -218,7 +218,10 @@ class ModelRunner:
         step_bytes = measure_step_bytes(self._device, lambda: self._run_largest_step(tiny))
         graph_bytes = 0
         if self._uses_graphs:
-            graph_bytes = self._new_graphs(tiny).measure_bytes(self._device)
+            resident = torch.cuda.memory_allocated(self._device)
+            graphs = self._new_graphs(tiny)
+            graph_bytes = torch.cuda.memory_allocated(self._device) - resident + graphs.measure_bytes(self._device)
+            del graphs
         return num_fitting_blocks(
             self._device, self._tp.rank, self._config.memory_fraction, step_bytes, graph_bytes, self._bytes_per_block()
         )

@@ -23,17 +23,19 @@ from scheduler.step import Step
 from workers.batch import Batch, SlotState
 from workers.kv_cache import KVCache
 from workers.layers.attention import AttentionMetadata
+from workers.model_config import ModelConfig
 from workers.models.decoder import CausalLM
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 _MAX_LAYER_WORK = 10**11
-"""Of a step: tokens times a layer's weights. That takes an H200 a third of a millisecond, and launches hardly more."""
+"""Of a step: tokens times a layer's weights on a rank. That takes an H200 a third of a millisecond, and launches hardly
+more."""
 _MIN_NUM_TOKENS = 256
 """That there are graphs for, however large the model is."""
 _MAX_PAIRS = 2**24
-"""Of a query and a key, in a step. Beyond, a backend that knows lengths on the host is worth its launches."""
+"""Of a prompt's query and a key, in a step. Beyond, a backend that knows lengths on the host is worth its launches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +73,9 @@ class PrefillGraphs:
         self._slots = slots
         self._kv_cache = kv_cache
         self._pool = pool
-        layer_weights = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-        self.sizes = graph_sizes(max_num_batched_tokens, layer_weights)
+        # By an equal share, not by this rank's own, which may differ: the ranks must have the same graphs.
+        layer_weights = _layer_weights(model.config) // model.reduction.tp.world_size
+        self.sizes = graph_sizes(max_num_batched_tokens, slots.max_num_seqs, layer_weights)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._buffers = self._new_buffers(self.sizes[-1], slots.max_num_seqs)
 
@@ -84,8 +87,7 @@ class PrefillGraphs:
 
     def fits(self, step: Step) -> bool:
         """Whether there is a graph for the step that is faster than its kernels one by one."""
-        num_pairs = np.dot(step.num_scheduled_tokens.astype(np.int64), step.seq_lens)
-        return len(step.token_ids) <= self.sizes[-1] and bool(num_pairs <= _MAX_PAIRS)
+        return len(step.token_ids) <= self.sizes[-1] and num_prompt_pairs(step) <= _MAX_PAIRS
 
     def run(self, batch: Batch) -> Tensor:
         """Queue the step: its (T, hidden), which the next step overwrites."""
@@ -145,14 +147,27 @@ class PrefillGraphs:
         )
 
 
-def graph_sizes(max_num_batched_tokens: int, layer_weights: int) -> list[int]:
-    """Token counts to capture, for a model whose layers have so many weights on this rank.
+def graph_sizes(max_num_batched_tokens: int, max_num_seqs: int, layer_weights: int) -> list[int]:
+    """Token counts to capture, for a model whose layers have so many weights on each rank.
 
-    Up to 256 as the linear layers' kernels change, from there a multiple of 128 for each eighth more.
+    From 256 a multiple of 128 for each eighth more; and `max_num_seqs`, the most for which sums over ranks take the
+    short way through peer memory.
     """
     largest = max(_MIN_NUM_TOKENS, _MAX_LAYER_WORK // layer_weights // 128 * 128)
     largest = min(largest, max_num_batched_tokens)
     sizes = [16, 32, 64, 128, 192, 256]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + max(128, sizes[-1] // 8 // 128 * 128))
-    return [*(size for size in sizes if size < largest), largest]
+    return sorted({*(size for size in (*sizes, max_num_seqs) if size < largest), largest})
+
+
+def num_prompt_pairs(step: Step) -> int:
+    """Of a query and a key, at most, in rows of more than one token."""
+    counts = step.num_scheduled_tokens.astype(np.int64)
+    return int(np.dot(counts, np.where(counts > 1, step.seq_lens, 0)))
+
+
+def _layer_weights(model: ModelConfig) -> int:
+    """Of a layer's matrices, on all ranks together."""
+    heads = 2 * (model.num_attention_heads + model.num_key_value_heads)
+    return model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)

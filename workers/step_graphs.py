@@ -38,5 +38,8 @@ class StepGraphs:
         self.decode.capture(self.decode.sizes, lambda fraction: on_progress((1 + fraction) / 2))
 
     def measure_bytes(self, device: torch.device) -> int:
-        """What all of them will take, by capturing some."""
-        return measure_graph_bytes(device, self.prefill) + measure_graph_bytes(device, self.decode)
+        """What all of them will take, by capturing some.
+
+        Those for decoding first: each keeps its logits, which must not be found in memory that another one has left.
+        """
+        return measure_graph_bytes(device, self.decode) + measure_graph_bytes(device, self.prefill)

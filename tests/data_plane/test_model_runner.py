@@ -184,8 +184,7 @@ def test_graphs_and_eager_agree_to_rounding() -> None:
 def test_captured_and_eager_prompts_agree(
     max_num_seqs: int, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, prompts that share blocks, and decoding rows beside them; steps of as many tokens as a graph has, and of
-    one more."""
+    """Chunks, prompts that share blocks, and decoding rows beside them, in steps that are padded and in full ones."""
     from workers.prefill_graph import PrefillGraphs
 
     captured_lengths = []

@@ -25,7 +25,8 @@ class AttentionBackend(Protocol):
 
     name: str
     fits_graph: bool
-    """Whether a decode step can be captured in a CUDA graph: no look at the device's values from the host."""
+    """Whether a step can be captured in a CUDA graph: no look at the device's values from the host, and none at
+    lengths, which may be None."""
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         """q (T, H, D), k_cache and v_cache (N, P, K, D) -> (T, H, D). On a GPU without host synchronisation."""
