@@ -34,11 +34,11 @@ class FlashAttention3:
 
         # Not the package's Python function: that one imports torch's compiler at its first call, which takes 5 s.
         self._attend = torch.ops.flash_attn_3.fwd
-        self._decode = TritonAttention()
+        self._own = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         if metadata.max_seqlen_q is None or len(q) < _MOSTLY_DECODING * len(metadata.seq_lens):
-            return self._decode.forward(q, k_cache, v_cache, metadata, scale)
+            return self._own.forward(q, k_cache, v_cache, metadata, scale)
         out: Tensor = self._attend(
             q,
             k_cache,
@@ -67,11 +67,11 @@ class FlashAttention2:
 
         self._attend_ragged = flash_attn_varlen_func
         self._attend_decode = flash_attn_with_kvcache
-        self._captured = TritonAttention()
+        self._own = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         if metadata.max_seqlen_q is None:
-            return self._captured.forward(q, k_cache, v_cache, metadata, scale)
+            return self._own.forward(q, k_cache, v_cache, metadata, scale)
         if metadata.max_seqlen_q == 1:
             return self._attend_decode(
                 q.unsqueeze(1),
