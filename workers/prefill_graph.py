@@ -1,7 +1,7 @@
 """Steps with few prompt tokens as CUDA graphs: the decoder's layers, captured for some numbers of tokens.
 
-Eagerly a layer's kernels take the host half a millisecond to launch, however few tokens there are: 14 ms a step of 28
-layers, where a short prompt's kernels take 2. A graph is one launch. What a step consists of, prompts, their chunks and
+Eagerly a layer's kernels take the host half a millisecond to launch, however few tokens there are: some 14 ms a step of
+28 layers. A graph is one launch. What a step consists of, prompts, their chunks and
 decoding rows in any mixture, is read on the device, so the number of tokens alone decides which graph it is. What
 differs from step to step stays outside: the inputs are copied to fixed addresses, and logits and draw are eager.
 Called by `workers.model_runner`, for steps that `workers.decode_graph` has no graph for.

@@ -24,7 +24,13 @@ from raytp.simulator.step_time import Coefficients, StepTimes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RECORDS = json.loads((RESULTS / "2026-12-01-h200-prefill-graphs.json").read_text())
-MEASURED = [record for record in RECORDS if record["workload"] == "throughput"]
+OTHER_HOST = "2026-11-30-h200-skinny.json"
+"""To which nothing is fitted."""
+MEASURED = [
+    record
+    for record in [*RECORDS, *json.loads((RESULTS / OTHER_HOST).read_text())]
+    if record["workload"] == "throughput"
+]
 MODELS = {name: load_model(name) for name in ("qwen3-0.6b", "qwen3-8b")}
 
 
