@@ -62,13 +62,13 @@ class SlotState:
             seq_lens,
             step.slots,
             ends[np.flatnonzero(step.samples)] - 1,
-            self._changed_entries(step),
+            changed_entries(step, self.block_tables.shape[1]),
             step.block_ids,
         ]
         parts = self._to_device(columns)
         token_ids, device_positions, token_slots, cu_seqlens_q, device_seq_lens, slots, last = parts[:7]
-        changed_entries, block_ids = parts[7:]
-        self.block_tables.view(-1)[changed_entries.long()] = block_ids
+        entries, block_ids = parts[7:]
+        self.block_tables.view(-1)[entries.long()] = block_ids
         max_seqlen_k = int(seq_lens.max())
         positions_64, token_slots_64 = device_positions.long(), token_slots.long()
         return Batch(
@@ -89,14 +89,6 @@ class SlotState:
         """Keep the (N,) ids that a step sampled, for the steps that continue them."""
         self.last_tokens[to_device(slots, self.device).long()] = token_ids
 
-    def _changed_entries(self, step: Step) -> IntArray:
-        """(sum of block_counts,) indices into the flattened block tables, one for each of `step.block_ids`."""
-        firsts = step.block_slots * self.block_tables.shape[1] + step.block_starts
-        ends = np.cumsum(step.block_counts, dtype=np.int32)
-        return np.repeat(firsts - (ends - step.block_counts), step.block_counts) + np.arange(
-            len(step.block_ids), dtype=np.int32
-        )
-
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
         blocks = self.block_tables[token_slots, positions // self.block_size]
         return blocks * self.block_size + (positions % self.block_size).int()
@@ -112,6 +104,15 @@ class SlotState:
             packed[start : start + len(column)] = column
         on_device = to_device(packed, self.device)
         return [on_device[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]
+
+
+def changed_entries(step: Step, num_blocks: int) -> IntArray:
+    """(sum of block_counts,) indices into flattened tables (slots, num_blocks), one for each of `step.block_ids`."""
+    firsts = step.block_slots * num_blocks + step.block_starts
+    ends = np.cumsum(step.block_counts, dtype=np.int32)
+    return np.repeat(firsts - (ends - step.block_counts), step.block_counts) + np.arange(
+        len(step.block_ids), dtype=np.int32
+    )
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

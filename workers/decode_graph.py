@@ -39,7 +39,8 @@ class _Buffers:
     """Memory at fixed addresses for the largest S, that all graphs share: one runs at a time."""
 
     packed: Tensor
-    """(_NUM_COLUMNS * S,) int32: slots, lengths, new blocks, temperatures (as bits), then pairs of noise keys."""
+    """(_NUM_COLUMNS * S + 1,) int32: slots, lengths, new blocks, temperatures (as bits), then pairs of noise keys, and
+    the number of shared blocks."""
     input_ids: Tensor
     """(S,) int64."""
     cos_sin: Tensor
@@ -79,38 +80,48 @@ class DecodeGraphs:
         self._slots = slots
         self._kv_cache = kv_cache
         self.sizes = graph_sizes(slots.max_num_seqs)
-        self._captured: dict[int, _Captured] = {}
+        self._shared_sizes = shared_graph_sizes(slots.max_num_seqs)
+        self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool = pool
         self._buffers = self._new_buffers(self.sizes[-1])
-        shape = (_NUM_HOST_BUFFERS, _NUM_COLUMNS * self.sizes[-1])
+        shape = (_NUM_HOST_BUFFERS, _NUM_COLUMNS * self.sizes[-1] + 1)
         self._host = torch.empty(shape, dtype=torch.int32, pin_memory=True)
         self._num_steps = 0
 
     def capture(self, sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
         """Capture some of the `sizes`, the largest first, since the others then reuse its memory."""
         for index, size in enumerate(sorted(sizes, reverse=True)):
-            self._captured[size] = self._capture(size)
+            self._captured[size, False] = self._capture(size, is_shared=False)
+            if size in self._shared_sizes:
+                self._captured[size, True] = self._capture(size, is_shared=True)
             on_progress((index + 1) / len(sizes))
+
+    @property
+    def num_graphs(self) -> int:
+        """Of all sizes."""
+        return len(self.sizes) + len(self._shared_sizes)
 
     def fits(self, step: Step) -> bool:
         """Whether every row decodes one token, from the id that its slot sampled last."""
         return not step.new_slots and len(step.token_ids) == len(step.slots) and bool((step.token_ids < 0).all())
 
-    def run(self, step: Step) -> tuple[Tensor, Tensor]:
+    def run(self, step: Step, num_shared_blocks: int) -> tuple[Tensor, Tensor]:
         """Queue the step: this rank's logits (N, V/R) and the ids (N,) as if all rows were plain.
 
-        Both are overwritten by the next step.
+        Both are overwritten by the next step. `num_shared_blocks`: see `AttentionMetadata`; with 0 no kernel looks for
+        them.
         """
         num_rows = len(step.slots)
-        size = next(size for size in self.sizes if size >= num_rows)
-        self._fill(step, size)
-        captured = self._captured[size]
+        sizes = self._shared_sizes if num_shared_blocks else self.sizes
+        size = next(size for size in sizes if size >= num_rows)
+        self._fill(step, size, num_shared_blocks)
+        captured = self._captured[size, num_shared_blocks > 0]
         captured.graph.replay()
         return captured.logits[:num_rows], captured.token_ids[:num_rows]
 
-    def _fill(self, step: Step, size: int) -> None:
+    def _fill(self, step: Step, size: int, num_shared_blocks: int) -> None:
         num_rows = len(step.slots)
-        host = self._host[self._num_steps % _NUM_HOST_BUFFERS][: _NUM_COLUMNS * size]
+        host = self._host[self._num_steps % _NUM_HOST_BUFFERS][: _NUM_COLUMNS * size + 1]
         self._num_steps += 1
         temperature, keys = self._sampler.plain_inputs(step.slots, step.seq_lens)
         packed = host.numpy()
@@ -119,22 +130,24 @@ class DecodeGraphs:
         seq_lens[:num_rows], seq_lens[num_rows:] = step.seq_lens, 0
         new_blocks[:num_rows], new_blocks[num_rows:] = new_block_of_rows(step, self._slots.max_num_seqs), -1
         temperatures[:num_rows], temperatures[num_rows:] = temperature.view(np.int32), 0
-        packed[4 * size :].reshape(size, 2)[:num_rows] = keys
-        self._buffers.packed[: _NUM_COLUMNS * size].copy_(host, non_blocking=True)
+        packed[4 * size : -1].reshape(size, 2)[:num_rows] = keys
+        packed[-1] = num_shared_blocks
+        self._buffers.packed[: len(packed)].copy_(host, non_blocking=True)
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, size: int, *, is_shared: bool) -> _Captured:
         packed = self._buffers.packed
         packed[:size] = self._slots.max_num_seqs
         packed[size : 2 * size] = 0
         packed[2 * size : 3 * size] = -1
-        self._forward(size)  # compiles kernels and makes work spaces, which a capture must not
+        packed[_NUM_COLUMNS * size] = 0
+        self._forward(size, is_shared)  # compiles kernels and makes work spaces, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, token_ids = self._forward(size)
+            logits, token_ids = self._forward(size, is_shared)
         return _Captured(graph, logits, token_ids)
 
-    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, size: int, is_shared: bool) -> tuple[Tensor, Tensor]:
         buffers, state, rotary = self._buffers, self._slots, self._model.model.rotary
         slots, seq_lens, new_blocks, temperatures = buffers.packed[: 4 * size].view(4, size)
         keys = buffers.packed[4 * size : _NUM_COLUMNS * size].view(size, 2)
@@ -161,6 +174,7 @@ class DecodeGraphs:
             block_tables=buffers.block_tables[:size],
             max_seqlen_q=1,
             max_seqlen_k=state.max_model_len,
+            num_shared_blocks=buffers.packed[_NUM_COLUMNS * size :][:1] if is_shared else None,
         )
         hidden = self._model.model(buffers.input_ids[:size], (cos, sin), self._kv_cache, metadata)
         logits = self._model.compute_logits(hidden)
@@ -171,7 +185,7 @@ class DecodeGraphs:
     def _new_buffers(self, size: int) -> _Buffers:
         device, half = self._slots.device, self._model.config.head_dim // 2
         return _Buffers(
-            packed=torch.zeros(_NUM_COLUMNS * size, dtype=torch.int32, device=device),
+            packed=torch.zeros(_NUM_COLUMNS * size + 1, dtype=torch.int32, device=device),
             input_ids=torch.zeros(size, dtype=torch.int64, device=device),
             cos_sin=torch.zeros((2, size, 1, half), dtype=torch.float32, device=device),
             slot_mapping=torch.zeros(size, dtype=torch.int32, device=device),
@@ -185,6 +199,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     # Not 8: a step of 16 rows takes no longer (docs/decisions.md).
     sizes = [1, 2, 4, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+def shared_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Row counts to capture for rows that share blocks: fewer, since what they gain is far more than padding costs."""
+    sizes = [16, 32, 64, 96, *range(128, max_num_seqs, 64)]
+    return [*(size for size in sizes if 4 * size <= 3 * max_num_seqs), max_num_seqs]
 
 
 def new_block_of_rows(step: Step, max_num_seqs: int) -> IntArray:

@@ -69,7 +69,7 @@ def measure_graph_bytes(device: torch.device, graphs: DecodeGraphs | PrefillGrap
     free_between, _ = torch.cuda.mem_get_info(device)
     graphs.capture(next_largest, lambda fraction: None)
     free_after, _ = torch.cuda.mem_get_info(device)
-    return (free_before - free_between) + (free_between - free_after) * (len(graphs.sizes) - 1)
+    return (free_before - free_between) + (free_between - free_after) * (graphs.num_graphs - 1)
 
 
 def num_fitting_blocks(

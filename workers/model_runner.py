@@ -31,6 +31,7 @@ from workers.parallel import TensorParallel
 from workers.parallel_sampler import ParallelSampler
 from workers.sampler import LogprobTensors, Sampler, to_step_logprobs
 from workers.shard_plan import plan_shards
+from workers.shared_blocks import SharedBlocks, min_spared_keys
 from workers.weights import load_weights, randomize_weights
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ class ModelRunner:
         )[tp.rank]
         self._backend = select_backend(config.attention_backend, device, config.block_size, self._dtype)
         self._slots = SlotState(config.max_num_seqs, config.max_model_len, config.block_size, device)
+        self._shared_blocks = SharedBlocks(
+            config.max_num_seqs, config.max_model_len, config.block_size, min_spared_keys(model, config.world_size)
+        )
         self._kv_cache: KVCache | None = None
         self._graphs: StepGraphs | None = None
 
@@ -148,22 +152,25 @@ class ModelRunner:
         self._sampler.take_slots(step.new_slots)
         samples = step.samples.astype(bool)
         slots, positions = step.slots[samples], step.seq_lens[samples]
+        num_shared_blocks = 0 if self._graphs is None else self._shared_blocks.count(step)
         is_captured = self._graphs is not None and self._graphs.decode.fits(step)
         if self._graphs is not None and is_captured:
-            logits, token_ids = self._graphs.decode.run(step)
+            logits, token_ids = self._graphs.decode.run(step, num_shared_blocks)
         else:
-            logits, token_ids = self._run_ragged(step, self._kv_cache, slots, positions)
+            logits, token_ids = self._run_ragged(step, self._kv_cache, slots, positions, num_shared_blocks)
         rows = self._sampler.rows_to_redraw(slots, positions)
         logprobs = self._sampler.redraw(logits, token_ids, rows, slots, positions) if rows.size else None
         if rows.size or not is_captured:
             self._slots.remember(slots, token_ids)
         return StepOutcome(step.step_id, token_ids, logprobs) if self._tp.rank == 0 else None
 
-    def _run_ragged(self, step: Step, kv_cache: KVCache, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
+    def _run_ragged(
+        self, step: Step, kv_cache: KVCache, slots: IntArray, positions: IntArray, num_shared_blocks: int
+    ) -> tuple[Tensor, Tensor]:
         """This rank's logits (N, V/R) of the rows that sample, and their ids (N,) as if all were plain."""
         batch = self._slots.prepare(step)
         if self._graphs is not None and self._graphs.prefill.fits(step):
-            hidden = self._graphs.prefill.run(batch)
+            hidden = self._graphs.prefill.run(batch, num_shared_blocks)
         else:
             hidden = self._model(batch.input_ids, batch.positions, kv_cache, batch.metadata)
         if len(slots) == 0:

@@ -54,6 +54,8 @@ class _Buffers:
     """(S,) int32."""
     block_tables: Tensor
     """(S, B) int32."""
+    num_shared_blocks: Tensor
+    """(1,) int32."""
     hidden: Tensor
     """(T, hidden), the result."""
 
@@ -89,11 +91,20 @@ class PrefillGraphs:
         """Whether there is a graph for the step that is faster than its kernels one by one."""
         return len(step.token_ids) <= self.sizes[-1] and num_prompt_pairs(step) <= _MAX_PAIRS
 
-    def run(self, batch: Batch) -> Tensor:
-        """Queue the step: its (T, hidden), which the next step overwrites."""
+    @property
+    def num_graphs(self) -> int:
+        """Of all sizes."""
+        return len(self.sizes)
+
+    def run(self, batch: Batch, num_shared_blocks: int) -> Tensor:
+        """Queue the step: its (T, hidden), which the next step overwrites.
+
+        `num_shared_blocks`: see `AttentionMetadata`.
+        """
         num_tokens = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_tokens)
         self._fill(batch, size)
+        self._buffers.num_shared_blocks.fill_(num_shared_blocks)
         self._captured[size].replay()
         return self._buffers.hidden[:num_tokens]
 
@@ -112,6 +123,7 @@ class PrefillGraphs:
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         self._buffers.slot_mapping[:] = -1
         self._buffers.cu_seqlens_q[:] = 0
+        self._buffers.num_shared_blocks.fill_(0)
         self._forward(size)  # compiles kernels and makes work spaces, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -129,6 +141,7 @@ class PrefillGraphs:
             block_tables=buffers.block_tables[:num_rows],
             max_seqlen_q=None,
             max_seqlen_k=self._slots.max_model_len,
+            num_shared_blocks=buffers.num_shared_blocks,
         )
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
         buffers.hidden[:size] = self._model(input_ids, positions, self._kv_cache, metadata)
@@ -143,6 +156,7 @@ class PrefillGraphs:
             cu_seqlens_q=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
             block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
+            num_shared_blocks=torch.zeros(1, dtype=torch.int32, device=device),
             hidden=torch.zeros(num_tokens, hidden_size, dtype=self._kv_cache.data.dtype, device=device),
         )
 

@@ -30,8 +30,12 @@ class Step:
         dtype: torch.dtype,
         num_blocks: int = 0,
         device: torch.device = GPU_OR_CPU,
+        num_shared_blocks: int | None = None,
     ) -> None:
-        """`lengths`: as in BATCHES; `heads`: query and kv heads; `num_blocks`: at least."""
+        """`lengths`: as in BATCHES; `heads`: query and kv heads; `num_blocks`: at least.
+
+        `num_shared_blocks`: of the first sequence, with which all others begin as well, but for those without keys.
+        """
         generator = torch.Generator().manual_seed(0)
         blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
         num_blocks = max(num_blocks, sum(blocks_of) + 3)
@@ -44,6 +48,10 @@ class Step:
         for row, (blocks, (_, seq_len)) in enumerate(zip(order.split(blocks_of), lengths, strict=True)):
             tables[row, : len(blocks)] = blocks
             kv = torch.randn(2, seq_len, heads[1], head_dim, generator=generator).to(device, dtype)
+            if row and num_shared_blocks and seq_len:
+                num_keys = num_shared_blocks * block_size
+                tables[row, :num_shared_blocks] = tables[0, :num_shared_blocks]
+                kv[:, :num_keys] = self.keys[0][:, :num_keys]
             slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()[:seq_len]
             self.caches.flatten(1, 2)[:, slots.to(device)] = kv
             self.keys.append(kv)
@@ -59,6 +67,9 @@ class Step:
             block_tables=tables.to(device),
             max_seqlen_q=max(self.q_lens),
             max_seqlen_k=max(seq_len for _, seq_len in lengths),
+            num_shared_blocks=None
+            if num_shared_blocks is None
+            else torch.tensor([num_shared_blocks], dtype=torch.int32, device=device),
         )
 
     def run(self, backend: AttentionBackend) -> Tensor:

@@ -30,6 +30,9 @@ def test_a_decode_step_of_any_size_has_a_graph(max_num_seqs: int) -> None:
     sizes = decode_graph.graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_num_seqs
+    shared_sizes = decode_graph.shared_graph_sizes(max_num_seqs)
+    assert shared_sizes[-1] == max_num_seqs
+    assert set(shared_sizes) <= set(sizes)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 16, 100, 256, 257, 2048, 8192, 100_000])

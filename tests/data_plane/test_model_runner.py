@@ -22,6 +22,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.sampling_params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from scheduler.step import Step
 from scheduler.updates import SequenceUpdate
 from workers.batch import Batch
 from workers.config import WorkerConfig
@@ -189,9 +190,9 @@ def test_captured_and_eager_prompts_agree(
 
     captured_lengths = []
 
-    def run_captured(graphs: PrefillGraphs, batch: Batch) -> Tensor:
+    def run_captured(graphs: PrefillGraphs, batch: Batch, num_shared_blocks: int) -> Tensor:
         captured_lengths.append(len(batch.input_ids))
-        return original(graphs, batch)
+        return original(graphs, batch, num_shared_blocks)
 
     original = PrefillGraphs.run
     monkeypatch.setattr(PrefillGraphs, "run", run_captured)
@@ -211,6 +212,38 @@ def test_captured_and_eager_prompts_agree(
     eager = run(replace(config, enforce_eager=True), prompts, logprobs=2)
     assert len(captured_lengths) == num_captured
     assert_agree_to_rounding(captured, eager, tolerance=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("max_num_seqs", [2, 20, 32])
+def test_a_shared_prefix_that_is_read_once_gives_the_same(
+    backend: str, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside requests that come and go, and others that do not begin so."""
+    from workers import shared_blocks
+
+    questions = [prompt for prompt, _ in load_questions(70)]
+    system = list(itertools.chain(*questions[:20]))[:330]
+    prompts = [system + question for question in questions] + [system[:200] + questions[3]] * 3 + questions[:3]
+    config = replace(CONFIG, attention_backend=backend, max_num_seqs=max_num_seqs, num_kv_blocks=2000)
+    apart = run(config, prompts, logprobs=2)
+    monkeypatch.setattr(shared_blocks, "_MIN_SPARED_BYTES", 1)
+    counts: collections.Counter[int] = collections.Counter()
+
+    def count(blocks: shared_blocks.SharedBlocks, step: Step) -> int:
+        num_blocks = original(blocks, step)
+        counts[num_blocks] += 1
+        return num_blocks
+
+    original = shared_blocks.SharedBlocks.count
+    monkeypatch.setattr(shared_blocks.SharedBlocks, "count", count)
+    together = run(config, prompts, logprobs=2)
+    assert counts[20] > 20
+    assert counts[12] > 0
+    assert counts[0] > 0
+    assert_agree_to_rounding(together, apart)
 
 
 @pytest.mark.gpu

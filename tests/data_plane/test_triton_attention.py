@@ -102,6 +102,41 @@ def test_prompts_chunks_and_mixed_steps(
     check(step, triton_backend.TritonAttention(prefill=triton_backend.PrefillConfig(rows=rows, tile=32)))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    own=st.lists(st.integers(1, 70), min_size=1, max_size=6),
+    num_shared_blocks=st.integers(0, 9),
+    num_padding=st.integers(0, 2),
+    num_prompts=st.integers(0, 2),
+    heads=_heads,
+    head_dim=_head_dims,
+    block_size=st.sampled_from([4, 16]),
+    dtype=_dtypes,
+    tile=st.sampled_from([16, 32]),
+    min_units=st.integers(1, 6),
+)
+def test_a_shared_prefix(
+    triton_backend: ModuleType,
+    own: list[int],
+    num_shared_blocks: int,
+    num_padding: int,
+    num_prompts: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    tile: int,
+    min_units: int,
+) -> None:
+    """Sequences that begin with the same blocks, or none; with prompts in the step and padding rows, and without."""
+    num_shared = num_shared_blocks * block_size
+    lengths = [(1, num_shared + num_own) for num_own in own] + [(1, 0)] * num_padding
+    lengths += [(5, num_shared + 5), (17, num_shared + 40)][:num_prompts]
+    step = Step(lengths, heads, head_dim, block_size, dtype, num_shared_blocks=num_shared_blocks)
+    config = triton_backend.DecodeConfig(tile=tile, min_units=min_units)
+    check(step, triton_backend.TritonAttention(config, shared=triton_backend.SharedConfig(rows=32, tile=tile)))
+
+
 def test_each_step_is_planned_anew(triton_backend: ModuleType) -> None:
     """Also after a step of another kind, whose work is cut among the same programs."""
     backend = triton_backend.TritonAttention()
@@ -129,6 +164,22 @@ GPU_BATCHES = BATCHES | {
 def test_on_gpu(triton_backend: ModuleType, batch: str, heads: tuple[int, int], head_dim: int) -> None:
     for block_size in (16, 256):
         step = Step(GPU_BATCHES[batch], heads, head_dim, block_size, torch.bfloat16)
+        check(step, triton_backend.TritonAttention())
+
+
+@pytest.mark.gpu
+@_needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(16, 8), (8, 1), (9, 3)])
+@pytest.mark.parametrize(("num_own", "num_shared"), [(3, 0), (3, 7936), (40, 256), (40, 2048)])
+def test_a_shared_prefix_on_gpu(
+    triton_backend: ModuleType, num_own: int, num_shared: int, heads: tuple[int, int], head_dim: int
+) -> None:
+    lengths = [1 + 37 * index % 300 for index in range(num_own)]
+    for block_size, prompts in ((16, []), (256, [(40, num_shared + 50)])):
+        all_lengths = [*((1, num_shared + length) for length in lengths), (1, 0), *prompts]
+        num_blocks = num_shared // block_size
+        step = Step(all_lengths, heads, head_dim, block_size, torch.bfloat16, num_shared_blocks=num_blocks)
         check(step, triton_backend.TritonAttention())
 
 

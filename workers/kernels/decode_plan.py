@@ -2,7 +2,8 @@
 
 The keys of all sequences and kv heads form one line, [sequence][kv head][key], measured in units of `UNIT` keys. A
 fixed number of programs cut it into equal shares, so a batch of any raggedness, or a single sequence, fills the GPU,
-and a CUDA graph captured once holds for all lengths. Done once for all layers of a step. Called by
+and a CUDA graph captured once holds for all lengths. Keys that all sequences share may be left out, and are
+`workers.kernels.shared_prefix`'s then. Done once for all layers of a step. Called by
 `workers.kernels.triton_backend`; read by `workers.kernels.triton_decode`.
 """
 
@@ -30,8 +31,8 @@ class DecodeConfig:
     num_warps: int = 2
     num_stages: int = 3
     programs_per_sm: int = 4
-    min_units: int = 2
-    """No program gets less: below this, combining costs more than reading."""
+    min_units: int = 8
+    """Less is given to a program only while there are multiprocessors without one: combining costs, too."""
 
 
 class DecodeWorkspace:
@@ -49,6 +50,7 @@ class DecodeWorkspace:
             assert not torch.cuda.is_current_stream_capturing()
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.config = config
+        self.num_sms = num_sms
         self.num_programs = num_sms * config.programs_per_sm
         self.num_kv_heads = num_kv_heads
         self.group = num_q_heads // num_kv_heads
@@ -69,10 +71,13 @@ class DecodeWorkspace:
 
 
 @triton.jit
-def _units(seq_lens_ptr, rows_ptr, sequences, num_seqs, UNIT: tl.constexpr, IS_MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Units of each sequence's keys; none of a padding row, which would cost as much time as a short sequence."""
+def _units(  # type: ignore[no-untyped-def]
+    seq_lens_ptr, rows_ptr, sequences, num_seqs, num_shared, UNIT: tl.constexpr, IS_MIXED: tl.constexpr
+):
+    """Units of each sequence's own keys; none of a padding row, which would cost as much time as a short sequence."""
     is_real = sequences < num_seqs
-    units = tl.cdiv(tl.load(seq_lens_ptr + sequences, mask=is_real, other=0), UNIT)
+    num_keys = tl.load(seq_lens_ptr + sequences, mask=is_real, other=0) - num_shared
+    units = tl.cdiv(tl.maximum(num_keys, 0), UNIT)
     if IS_MIXED:
         start = tl.load(rows_ptr + sequences, mask=is_real, other=0)
         stop = tl.load(rows_ptr + sequences + 1, mask=is_real, other=0)
@@ -80,14 +85,17 @@ def _units(seq_lens_ptr, rows_ptr, sequences, num_seqs, UNIT: tl.constexpr, IS_M
     return units
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "num_sms"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
     seq_lens_ptr,
     rows_ptr,
+    num_shared_blocks_ptr,
     plan_ptr,
     num_seqs,
     num_programs,
+    num_sms,
     HEADS: tl.constexpr,
+    P: tl.constexpr,
     UNIT: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     IS_MIXED: tl.constexpr,
@@ -95,11 +103,14 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    num_shared = 0
+    if num_shared_blocks_ptr is not None:
+        num_shared = tl.load(num_shared_blocks_ptr) * P
     total = 0
     for start in range(0, num_seqs, BLOCK_S):
         sequences = start + tl.arange(0, BLOCK_S)
-        total += tl.sum(_units(seq_lens_ptr, rows_ptr, sequences, num_seqs, UNIT, IS_MIXED)) * HEADS
-    share = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)
+        total += tl.sum(_units(seq_lens_ptr, rows_ptr, sequences, num_seqs, num_shared, UNIT, IS_MIXED)) * HEADS
+    share = tl.maximum(tl.cdiv(total, num_programs), tl.minimum(tl.cdiv(total, num_sms), MIN_UNITS))
 
     programs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     begins = programs * share
@@ -108,7 +119,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     before = 0
     for start in range(0, num_seqs, BLOCK_S):
         sequences = start + tl.arange(0, BLOCK_S)
-        units = _units(seq_lens_ptr, rows_ptr, sequences, num_seqs, UNIT, IS_MIXED) * HEADS
+        units = _units(seq_lens_ptr, rows_ptr, sequences, num_seqs, num_shared, UNIT, IS_MIXED) * HEADS
         ends = before + tl.cumsum(units)
         is_past = (ends[None, :] <= begins[:, None]) & (sequences < num_seqs)[None, :]
         sequence += tl.sum(is_past.to(tl.int32), 1)
@@ -126,19 +137,29 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(row_ptr + 4, share, mask=is_program)
 
 
-def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace, cu_seqlens_q: Tensor | None = None) -> None:
+def plan_decode(
+    seq_lens: Tensor,
+    workspace: DecodeWorkspace,
+    cu_seqlens_q: Tensor | None = None,
+    num_shared_blocks: Tensor | None = None,
+    block_size: int = 1,
+) -> None:
     """Cut a step's work into the programs' shares, on the device, and leave them in `workspace.plan`.
 
-    seq_lens (S,) int32 may be 0. With cu_seqlens_q (S + 1,) int32, sequences with other than one row are left out.
+    seq_lens (S,) int32 may be 0. With cu_seqlens_q (S + 1,) int32, sequences with other than one row are left out;
+    with num_shared_blocks (1,) int32, so are as many keys of each as those hold, of which it must have more.
     """
     block_p = 16
     _plan_kernel[(triton.cdiv(workspace.num_programs, block_p),)](
         seq_lens,
         seq_lens if cu_seqlens_q is None else cu_seqlens_q,
+        num_shared_blocks,
         workspace.plan,
         len(seq_lens),
         workspace.num_programs,
+        workspace.num_sms,
         HEADS=workspace.num_kv_heads,
+        P=block_size,
         UNIT=UNIT,
         MIN_UNITS=workspace.config.min_units,
         IS_MIXED=cu_seqlens_q is not None,

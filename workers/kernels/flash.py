@@ -70,7 +70,7 @@ class FlashAttention2:
         self._own = TritonAttention()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-        if metadata.max_seqlen_q is None:
+        if metadata.max_seqlen_q is None or metadata.num_shared_blocks is not None:
             return self._own.forward(q, k_cache, v_cache, metadata, scale)
         if metadata.max_seqlen_q == 1:
             return self._attend_decode(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
+from workers.kernels.shared_prefix import SharedConfig, attend_shared
 from workers.kernels.triton_decode import attend_decode
 from workers.kernels.triton_prefill import PrefillConfig, attend_prefill
 
@@ -25,9 +26,15 @@ class TritonAttention:
     name = "triton"
     fits_graph = True
 
-    def __init__(self, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> None:
+    def __init__(
+        self,
+        decode: DecodeConfig | None = None,
+        prefill: PrefillConfig | None = None,
+        shared: SharedConfig | None = None,
+    ) -> None:
         self._decode = decode or DecodeConfig()
         self._prefill = prefill or PrefillConfig()
+        self._shared = shared or SharedConfig()
         self._workspace: DecodeWorkspace | None = None
         self._planned: tuple[AttentionMetadata, bool] | None = None
 
@@ -41,7 +48,10 @@ class TritonAttention:
         keys = (k_cache, v_cache, metadata.seq_lens, metadata.block_tables)
         cu_seqlens_q = None if metadata.max_seqlen_q == 1 else metadata.cu_seqlens_q
         workspace = self._plan(q, k_cache, metadata, cu_seqlens_q)
-        attend_decode(q, *keys, scale, workspace, out, cu_seqlens_q)
+        shared = None
+        if metadata.num_shared_blocks is not None:
+            shared = attend_shared(q, *keys, metadata.num_shared_blocks, scale, self._shared, cu_seqlens_q)
+        attend_decode(q, *keys, scale, workspace, out, cu_seqlens_q, shared)
         if cu_seqlens_q is not None:
             attend_prefill(q, *keys, cu_seqlens_q, scale, out, self._prefill)
         return out
@@ -55,6 +65,6 @@ class TritonAttention:
             self._planned = None
         is_capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._planned is None or self._planned[0] is not metadata or self._planned[1] != is_capturing:
-            plan_decode(metadata.seq_lens, self._workspace, cu_seqlens_q)
+            plan_decode(metadata.seq_lens, self._workspace, cu_seqlens_q, metadata.num_shared_blocks, k_cache.shape[1])
             self._planned = (metadata, is_capturing)
         return self._workspace

@@ -3,7 +3,8 @@ speed of the memory, whatever their lengths.
 
 Each program works on its share of the plan (`workers.kernels.decode_plan`). An item, one (sequence, kv head), that lies
 in one share is written at once; where it crosses shares, each program leaves a partial result, and the last to arrive
-combines them. Called by `workers.kernels.triton_backend`; knows nothing of layers or steps.
+combines them. An item may begin with what `workers.kernels.shared_prefix` has left of keys that all sequences share.
+Called by `workers.kernels.triton_backend`; knows nothing of layers or steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.decode_plan import PLAN_COLUMNS, UNIT, DecodeWorkspace
 from workers.kernels.overlap import can_overlap
+from workers.kernels.shared_prefix import SharedAttention, load_shared
 
 _LOG2_E = math.log2(math.e)
 
@@ -24,6 +26,9 @@ _LOG2_E = math.log2(math.e)
 @triton.jit
 def _attend_keys(  # type: ignore[no-untyped-def]
     q,
+    acc,
+    peak,
+    total,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -35,14 +40,15 @@ def _attend_keys(  # type: ignore[no-untyped-def]
     P: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attention of q (rows, columns) over keys begin..stop: weighted sum of values, highest score, sum of weights."""
-    NUM_ROWS: tl.constexpr = q.shape[0]
+    """Attention of q (rows, columns) over keys begin..stop: weighted sum of values, highest score, sum of weights.
+
+    acc, peak and total: the same of the keys before.
+    """
     NUM_COLUMNS: tl.constexpr = q.shape[1]
     columns = tl.arange(0, NUM_COLUMNS)
     keys = tl.arange(0, TILE)
-    acc = tl.zeros([NUM_ROWS, NUM_COLUMNS], tl.float32)
-    peak = tl.full([NUM_ROWS], -float("inf"), tl.float32)
-    totals = tl.zeros([NUM_ROWS, TILE], tl.float32)  # summed at the end: a sum over warps in every tile costs time
+    # Summed at the end: a sum over warps in every tile costs time.
+    totals = tl.where((keys == 0)[None, :], total[:, None], 0.0)
     # Block ids are read a tile ahead: otherwise every tile would wait for two loads, one after the other.
     blocks = tl.load(table_ptr + (begin + keys) // P, mask=begin + keys < stop, other=0)
     for start in range(begin, stop, TILE):
@@ -128,7 +134,7 @@ def _next_sequence(seq_lens_ptr, rows_ptr, sequence, IS_MIXED: tl.constexpr):  #
     return sequence
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_items"])
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -142,6 +148,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     peaks_ptr,
     sums_ptr,
     counters_ptr,
+    num_shared_blocks_ptr,
+    shared_parts_ptr,
+    shared_peaks_ptr,
+    shared_sums_ptr,
+    num_items,
     q_stride,
     table_stride,
     scale_log2,
@@ -157,6 +168,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     PLAN_COLUMNS: tl.constexpr,
     IS_MIXED: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -173,17 +185,36 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     mask = (rows < G)[:, None] & (columns < D)[None, :]
     elements = rows[:, None] * D + columns[None, :]
     position = program * share
+    num_shared = 0
+    if NUM_SPLITS > 0:
+        num_shared = tl.load(num_shared_blocks_ptr) * P
     while todo > 0:
-        units = tl.cdiv(seq_len, UNIT)
+        units = tl.cdiv(seq_len - num_shared, UNIT)
         head = offset // units
         first = offset % units
         count = tl.minimum(units - first, todo)
-        begin = first * UNIT
+        begin = num_shared + first * UNIT
         row = tl.load(rows_ptr + sequence) if IS_MIXED else sequence
         item = row * HEADS + head
         q = tl.load(q_ptr + row.to(tl.int64) * q_stride + head * (G * D) + elements, mask=mask, other=0.0)
+        acc, peak, total = load_shared(
+            shared_parts_ptr,
+            shared_peaks_ptr,
+            shared_sums_ptr,
+            sequence * HEADS + head,
+            num_items,
+            (num_shared > 0) & (first == 0),
+            G,
+            D,
+            NUM_ROWS,
+            NUM_COLUMNS,
+            NUM_SPLITS,
+        )
         acc, peak, total = _attend_keys(
             q,
+            acc,
+            peak,
+            total,
             k_ptr + head * D,
             v_ptr + head * D,
             tables_ptr + sequence.to(tl.int64) * table_stride,
@@ -240,12 +271,13 @@ def attend_decode(
     workspace: DecodeWorkspace,
     out: Tensor,
     cu_seqlens_q: Tensor | None = None,
+    shared: SharedAttention | None = None,
 ) -> None:
     """Write softmax(q k^T * scale) v of each sequence's one row into `out`; the rows of others are left alone.
 
     q (T, H, D), whose rows may lie apart; out (T, H, D) and k_cache, v_cache (N, P, K, D) contiguous; seq_lens (S,)
-    and block_tables (S, B) int32. seq_lens and cu_seqlens_q are those that `workspace` was planned for. Without
-    cu_seqlens_q row i is sequence i's. The row of a sequence without keys is left alone.
+    and block_tables (S, B) int32. seq_lens, cu_seqlens_q and the number of shared blocks are those that `workspace` was
+    planned for. Without cu_seqlens_q row i is sequence i's. The row of a sequence without keys is left alone.
     """
     _, page, heads, head_dim = k_cache.shape
     config, group = workspace.config, workspace.group
@@ -270,6 +302,8 @@ def attend_decode(
         workspace.peaks,
         workspace.sums,
         workspace.counters,
+        *((None,) * 4 if shared is None else (shared.num_blocks, shared.parts, shared.peaks, shared.sums)),
+        len(seq_lens) * heads,
         q.stride(0),
         block_tables.stride(0),
         scale * _LOG2_E,
@@ -285,6 +319,7 @@ def attend_decode(
         CHUNK=max(1, 512 * config.num_warps // (num_heads * num_columns)),  # 16 registers of each thread
         PLAN_COLUMNS=PLAN_COLUMNS,
         IS_MIXED=cu_seqlens_q is not None,
+        NUM_SPLITS=0 if shared is None else len(shared.parts),
         OVERLAP=overlap,
         num_stages=config.num_stages,
         num_warps=config.num_warps,

@@ -29,3 +29,6 @@ class AttentionMetadata:
     max_seqlen_q: int | None
     """None: known on the device alone, in a captured step."""
     max_seqlen_k: int
+    num_shared_blocks: Tensor | None = None
+    """(1,) blocks with which all sequences begin; each has a key more. A backend may read those once for all of them,
+    or take no notice."""
