@@ -14,7 +14,9 @@ import collections
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,28 +72,44 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    path = Path(raytp.bench.__file__).parent / "shapes" / options.shape
-    model = load_model_config(path)
-    config = WorkerConfig(
-        model_path=str(path),
-        world_size=1,
-        device="cuda",
-        dtype="bfloat16",
-        load_format="dummy",
+    pipeline = make_pipeline(
+        options.shape,
         attention_backend=options.backend,
-        enforce_eager=options.eager,
         block_size=options.block_size,
-        num_kv_blocks=None,
-        memory_fraction=0.9,
-        cpu_kv_cache_bytes=0,
-        max_num_seqs=256,
+        enforce_eager=options.eager,
         max_num_batched_tokens=options.max_tokens,
-        max_model_len=4096,
-        num_valid_tokens=None,
-        num_threads=1,
-        timeout_s=60,
+    )
+    results = throughput(pipeline) if options.workload == "throughput" else latency(pipeline)
+    print(json.dumps(results, indent=1))
+    if options.profile:
+        profile(pipeline)
+
+
+def make_pipeline(shape: str, **settings: Any) -> Pipeline:
+    """One of `raytp bench`'s shapes on the GPU, with random weights; `settings` are of `WorkerConfig`."""
+    path = Path(raytp.bench.__file__).parent / "shapes" / shape
+    config = replace(
+        WorkerConfig(
+            model_path=str(path),
+            world_size=1,
+            device="cuda",
+            dtype="bfloat16",
+            load_format="dummy",
+            attention_backend="auto",
+            enforce_eager=False,
+            block_size=16,
+            num_kv_blocks=None,
+            memory_fraction=0.9,
+            cpu_kv_cache_bytes=0,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=4096,
+            num_valid_tokens=None,
+            num_threads=1,
+            timeout_s=60,
+        ),
+        **settings,
     )
     start = time.monotonic()
     runner = ModelRunner(config, TensorParallel.single(), torch.device("cuda", 0))
@@ -100,17 +118,13 @@ def main() -> None:
     print(f"ready after {time.monotonic() - start:.1f} s", report, flush=True)
     limits = SchedulerConfig(
         num_kv_blocks=report.num_kv_blocks,
-        block_size=options.block_size,
-        max_num_seqs=256,
-        max_num_batched_tokens=options.max_tokens,
-        max_model_len=4096,
-        vocab_size=model.vocab_size,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        vocab_size=load_model_config(path).vocab_size,
     )
-    pipeline = Pipeline(runner, limits)
-    results = throughput(pipeline) if options.workload == "throughput" else latency(pipeline)
-    print(json.dumps(results, indent=1))
-    if options.profile:
-        profile(pipeline)
+    return Pipeline(runner, limits)
 
 
 def throughput(pipeline: Pipeline) -> dict[str, float]:

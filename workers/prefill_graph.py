@@ -34,6 +34,7 @@ _MAX_LAYER_WORK = 10**11
 more."""
 _MIN_NUM_TOKENS = 256
 """That there are graphs for, however large the model is."""
+_SHARED_NUM_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
 _MAX_PAIRS = 2**24
 """Of a prompt's query and a key, in a step. Beyond, a backend that knows lengths on the host is worth its launches."""
 
@@ -78,13 +79,16 @@ class PrefillGraphs:
         # By an equal share, not by this rank's own, which may differ: the ranks must have the same graphs.
         layer_weights = _layer_weights(model.config) // model.reduction.tp.world_size
         self.sizes = graph_sizes(max_num_batched_tokens, slots.max_num_seqs, layer_weights)
-        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._shared_sizes = shared_graph_sizes(self.sizes)
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._buffers = self._new_buffers(self.sizes[-1], slots.max_num_seqs)
 
     def capture(self, sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
         """Capture some of the `sizes`, the largest first, since the others then reuse its memory."""
         for index, size in enumerate(sorted(sizes, reverse=True)):
-            self._captured[size] = self._capture(size)
+            self._captured[size, False] = self._capture(size, is_shared=False)
+            if size in self._shared_sizes:
+                self._captured[size, True] = self._capture(size, is_shared=True)
             on_progress((index + 1) / len(sizes))
 
     def fits(self, step: Step) -> bool:
@@ -94,7 +98,7 @@ class PrefillGraphs:
     @property
     def num_graphs(self) -> int:
         """Of all sizes."""
-        return len(self.sizes)
+        return len(self.sizes) + len(self._shared_sizes)
 
     def run(self, batch: Batch, num_shared_blocks: int) -> Tensor:
         """Queue the step: its (T, hidden), which the next step overwrites.
@@ -102,10 +106,12 @@ class PrefillGraphs:
         `num_shared_blocks`: see `AttentionMetadata`.
         """
         num_tokens = len(batch.input_ids)
-        size = next(size for size in self.sizes if size >= num_tokens)
+        is_shared = num_shared_blocks > 0 and num_tokens <= self._shared_sizes[-1]
+        size = next(size for size in (self._shared_sizes if is_shared else self.sizes) if size >= num_tokens)
         self._fill(batch, size)
-        self._buffers.num_shared_blocks.fill_(num_shared_blocks)
-        self._captured[size].replay()
+        if is_shared:
+            self._buffers.num_shared_blocks.fill_(num_shared_blocks)
+        self._captured[size, is_shared].replay()
         return self._buffers.hidden[:num_tokens]
 
     def _fill(self, batch: Batch, size: int) -> None:
@@ -120,18 +126,18 @@ class PrefillGraphs:
         buffers.seq_lens[:num_rows] = metadata.seq_lens
         buffers.block_tables[:num_rows, : metadata.block_tables.shape[1]] = metadata.block_tables
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, *, is_shared: bool) -> torch.cuda.CUDAGraph:
         self._buffers.slot_mapping[:] = -1
         self._buffers.cu_seqlens_q[:] = 0
         self._buffers.num_shared_blocks.fill_(0)
-        self._forward(size)  # compiles kernels and makes work spaces, which a capture must not
+        self._forward(size, is_shared)  # compiles kernels and makes work spaces, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._forward(size)
+            self._forward(size, is_shared)
         return graph
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int, is_shared: bool) -> None:
         buffers = self._buffers
         num_rows = min(size, self._slots.max_num_seqs)  # a row has one token at least
         metadata = AttentionMetadata(
@@ -141,7 +147,7 @@ class PrefillGraphs:
             block_tables=buffers.block_tables[:num_rows],
             max_seqlen_q=None,
             max_seqlen_k=self._slots.max_model_len,
-            num_shared_blocks=buffers.num_shared_blocks,
+            num_shared_blocks=buffers.num_shared_blocks if is_shared else None,
         )
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
         buffers.hidden[:size] = self._model(input_ids, positions, self._kv_cache, metadata)
@@ -173,6 +179,11 @@ def graph_sizes(max_num_batched_tokens: int, max_num_seqs: int, layer_weights: i
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + max(128, sizes[-1] // 8 // 128 * 128))
     return sorted({*(size for size in (*sizes, max_num_seqs) if size < largest), largest})
+
+
+def shared_graph_sizes(sizes: list[int]) -> list[int]:
+    """Token counts to capture for rows that share blocks: fewer, and none for steps that are mostly prompts."""
+    return [size for size in sizes if size in _SHARED_NUM_TOKENS] or sizes[:1]
 
 
 def num_prompt_pairs(step: Step) -> int:

@@ -216,18 +216,16 @@ def test_captured_and_eager_prompts_agree(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("max_num_seqs", [2, 20, 32])
-def test_a_shared_prefix_that_is_read_once_gives_the_same(
-    backend: str, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_prefix_that_is_read_once_gives_the_same(max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that come and go, and others that do not begin so."""
     from workers import shared_blocks
 
     questions = [prompt for prompt, _ in load_questions(70)]
     system = list(itertools.chain(*questions[:20]))[:330]
-    prompts = [system + question for question in questions] + [system[:200] + questions[3]] * 3 + questions[:3]
-    config = replace(CONFIG, attention_backend=backend, max_num_seqs=max_num_seqs, num_kv_blocks=2000)
+    prompts = [system + question for question in questions]
+    prompts += [system[:200] + question for question in questions[:40]] + questions[:3]
+    config = replace(CONFIG, dtype="float32", max_num_seqs=max_num_seqs, num_kv_blocks=2000)
     apart = run(config, prompts, logprobs=2)
     monkeypatch.setattr(shared_blocks, "_MIN_SPARED_BYTES", 1)
     counts: collections.Counter[int] = collections.Counter()
@@ -243,7 +241,7 @@ def test_a_shared_prefix_that_is_read_once_gives_the_same(
     assert counts[20] > 20
     assert counts[12] > 0
     assert counts[0] > 0
-    assert_agree_to_rounding(together, apart)
+    assert_agree_to_rounding(together, apart, tolerance=1e-3)
 
 
 @pytest.mark.gpu
