@@ -174,7 +174,7 @@ class DecodeGraphs:
             block_tables=buffers.block_tables[:size],
             max_seqlen_q=1,
             max_seqlen_k=state.max_model_len,
-            num_shared_blocks=buffers.packed[_NUM_COLUMNS * size :][:1] if is_shared else None,
+            num_shared_blocks=buffers.packed[_NUM_COLUMNS * size : _NUM_COLUMNS * size + 1] if is_shared else None,
         )
         hidden = self._model.model(buffers.input_ids[:size], (cos, sin), self._kv_cache, metadata)
         logits = self._model.compute_logits(hidden)
@@ -202,9 +202,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def shared_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Row counts to capture for rows that share blocks: fewer, since what they gain is far more than padding costs."""
-    sizes = [16, 32, 64, 96, *range(128, max_num_seqs, 64)]
-    return [*(size for size in sizes if 4 * size <= 3 * max_num_seqs), max_num_seqs]
+    """Row counts to capture for rows that share blocks, too, which one alone does not."""
+    sizes = [16, *range(32, max_num_seqs, 32), max_num_seqs]
+    return [size for size in sizes if 1 < size <= max_num_seqs and (size == max_num_seqs or size + 16 < max_num_seqs)]
 
 
 def new_block_of_rows(step: Step, max_num_seqs: int) -> IntArray:

@@ -62,7 +62,7 @@ def every_filter(slot: int) -> SlotSampling:
 
 
 def measure_graph_bytes(device: torch.device, graphs: DecodeGraphs | PrefillGraphs) -> int:
-    """What all these graphs together will take, from two of them: the largest owns the pool, others share it."""
+    """What all these graphs together will take, at most, from the two largest sizes: the first owns the pool."""
     largest, next_largest = graphs.sizes[-1], graphs.sizes[:-1][-1:]
     free_before, _ = torch.cuda.mem_get_info(device)
     graphs.capture([largest], lambda fraction: None)

@@ -34,9 +34,10 @@ _MAX_LAYER_WORK = 10**11
 more."""
 _MIN_NUM_TOKENS = 256
 """That there are graphs for, however large the model is."""
-_SHARED_NUM_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
 _MAX_PAIRS = 2**24
 """Of a prompt's query and a key, in a step. Beyond, a backend that knows lengths on the host is worth its launches."""
+_SHARED_NUM_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Of steps with rows that share blocks. Larger ones are mostly prompts, and fewer sizes are sooner captured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,7 @@ class PrefillGraphs:
         # By an equal share, not by this rank's own, which may differ: the ranks must have the same graphs.
         layer_weights = _layer_weights(model.config) // model.reduction.tp.world_size
         self.sizes = graph_sizes(max_num_batched_tokens, slots.max_num_seqs, layer_weights)
-        self._shared_sizes = shared_graph_sizes(self.sizes)
+        self._shared_sizes = shared_graph_sizes(self.sizes, slots.max_num_seqs)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._buffers = self._new_buffers(self.sizes[-1], slots.max_num_seqs)
 
@@ -106,7 +107,7 @@ class PrefillGraphs:
         `num_shared_blocks`: see `AttentionMetadata`.
         """
         num_tokens = len(batch.input_ids)
-        is_shared = num_shared_blocks > 0 and num_tokens <= self._shared_sizes[-1]
+        is_shared = num_shared_blocks > 0 and num_tokens <= max(self._shared_sizes, default=0)
         size = next(size for size in (self._shared_sizes if is_shared else self.sizes) if size >= num_tokens)
         self._fill(batch, size)
         if is_shared:
@@ -181,9 +182,9 @@ def graph_sizes(max_num_batched_tokens: int, max_num_seqs: int, layer_weights: i
     return sorted({*(size for size in (*sizes, max_num_seqs) if size < largest), largest})
 
 
-def shared_graph_sizes(sizes: list[int]) -> list[int]:
-    """Token counts to capture for rows that share blocks: fewer, and none for steps that are mostly prompts."""
-    return [size for size in sizes if size in _SHARED_NUM_TOKENS] or sizes[:1]
+def shared_graph_sizes(sizes: list[int], max_num_seqs: int) -> list[int]:
+    """Those of the `sizes` to capture for rows that share blocks, too, which one alone does not."""
+    return [size for size in sizes if size in _SHARED_NUM_TOKENS and max_num_seqs > 1]
 
 
 def num_prompt_pairs(step: Step) -> int:

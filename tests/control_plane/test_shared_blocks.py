@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import raytp.bench
 from scheduler.config import SchedulerConfig
 from scheduler.step import Step
 from tests.control_plane.fake_model import make_config, make_sequence, run_all
 from workers import shared_blocks
+from workers.model_config import load_model_config
 from workers.shared_blocks import SharedBlocks
 
 
@@ -34,7 +37,8 @@ def _check(config: SchedulerConfig, steps: list[Step], min_spared_keys: int) -> 
         lengths = zip(step.slots, (step.seq_lens - 1) // config.block_size, strict=True)
         rows = [tables[slot][:num_blocks] for slot, num_blocks in lengths]
         by_hand = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*rows, strict=False)))
-        if by_hand * config.block_size * (len(rows) - 1) < min_spared_keys:
+        num_decoding = np.count_nonzero(step.num_scheduled_tokens == 1)
+        if by_hand * config.block_size * (num_decoding - 1) < min_spared_keys:
             by_hand = 0
         assert shared.count(step) == by_hand
         counts.append(by_hand)
@@ -83,7 +87,7 @@ def test_a_prefix_longer_than_what_is_compared_at_a_time(monkeypatch: pytest.Mon
     assert np.count_nonzero(counts) > 10
 
 
-def test_a_prompt_that_comes_in_chunks_counts_with_what_it_has_by_then() -> None:
-    config = make_config(num_kv_blocks=99, block_size=3, max_num_seqs=2, max_num_batched_tokens=7, max_model_len=90)
-    counts = _check(config, _steps(config, [[9] * 31, [9] * 31]), 1)
-    assert max(counts) == 10
+def test_what_a_rank_is_spared_is_counted_by_an_equal_share_of_the_heads() -> None:
+    model = load_model_config(Path(raytp.bench.__file__).parent / "shapes" / "qwen3-0.6b")
+    assert shared_blocks.min_spared_keys(model, 1) == 128_000_000 // (2 * 2 * 8 * 128)
+    assert shared_blocks.min_spared_keys(model, 2) == 2 * shared_blocks.min_spared_keys(model, 1)

@@ -45,12 +45,13 @@ class Step:
         shape = (2, num_blocks, block_size, heads[1], head_dim)
         self.caches = torch.full(shape, torch.nan, dtype=dtype, device=device)
         self.keys: list[Tensor] = []
-        for row, (blocks, (_, seq_len)) in enumerate(zip(order.split(blocks_of), lengths, strict=True)):
+        for row, (blocks, (q_len, seq_len)) in enumerate(zip(order.split(blocks_of), lengths, strict=True)):
             tables[row, : len(blocks)] = blocks
             kv = torch.randn(2, seq_len, heads[1], head_dim, generator=generator).to(device, dtype)
             if row and num_shared_blocks and seq_len:
                 num_keys = num_shared_blocks * block_size
-                tables[row, :num_shared_blocks] = tables[0, :num_shared_blocks]
+                # Decoding rows' own tables lead to NaN there: shared blocks are to be read by the first one's.
+                tables[row, :num_shared_blocks] = tables[0, :num_shared_blocks] if q_len > 1 else 0
                 kv[:, :num_keys] = self.keys[0][:, :num_keys]
             slots = (blocks.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()[:seq_len]
             self.caches.flatten(1, 2)[:, slots.to(device)] = kv

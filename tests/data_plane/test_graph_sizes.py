@@ -31,8 +31,8 @@ def test_a_decode_step_of_any_size_has_a_graph(max_num_seqs: int) -> None:
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_num_seqs
     shared_sizes = decode_graph.shared_graph_sizes(max_num_seqs)
-    assert shared_sizes[-1] == max_num_seqs
     assert set(shared_sizes) <= set(sizes)
+    assert shared_sizes[-1:] == ([max_num_seqs] if max_num_seqs > 1 else [])
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 16, 100, 256, 257, 2048, 8192, 100_000])
@@ -43,6 +43,8 @@ def test_a_small_models_steps_have_graphs_that_are_little_larger(max_num_batched
     assert len(sizes) < 60
     assert max_num_batched_tokens < 100 or 100 in sizes
     assert all(b - a <= max(128, a / 8) for a, b in pairwise([0, *sizes]))
+    assert set(prefill_graph.shared_graph_sizes(sizes, max_num_seqs=100)) <= set(sizes)
+    assert not prefill_graph.shared_graph_sizes(sizes, max_num_seqs=1)
 
 
 @pytest.mark.parametrize(("layer_weights", "largest"), [(16_000_000, 6144), (193_000_000, 512), (10**10, 256)])

@@ -32,7 +32,7 @@ class DecodeConfig:
     num_stages: int = 3
     programs_per_sm: int = 4
     min_units: int = 8
-    """Less is given to a program only while there are multiprocessors without one: combining costs, too."""
+    """No program gets less, unless more multiprocessors have work that way: combining costs, too."""
 
 
 class DecodeWorkspace:

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.overlap import can_overlap
-from workers.kernels.triton_prefill import attend_keys
+from workers.kernels.triton_prefill import attend_tiles
 
 _LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 8
@@ -109,7 +109,7 @@ def _attend_shared_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([NUM_ROWS], tl.float32)
     k_ptr += head * D
     v_ptr += head * D
-    acc, peak, total = attend_keys(
+    acc, peak, total = attend_tiles(
         q,
         acc,
         peak,
@@ -127,7 +127,7 @@ def _attend_shared_kernel(  # type: ignore[no-untyped-def]
         TILE,
         False,
     )
-    acc, peak, total = attend_keys(
+    acc, peak, total = attend_tiles(
         q,
         acc,
         peak,
@@ -220,6 +220,7 @@ def attend_shared(
     num_programs = heads * triton.cdiv(num_seqs, seqs)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3 * num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_sms // num_programs))
+    num_splits = 1 << (num_splits.bit_length() - 1)  # the decode kernel is compiled for each number
     shape = (num_splits, num_seqs, num_q_heads)
     parts = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -49,7 +49,7 @@ def _find_sequence(cu_seqlens_ptr, num_seqs, query_tile, TOKENS: tl.constexpr, B
 
 
 @triton.jit
-def attend_keys(  # type: ignore[no-untyped-def]
+def attend_tiles(  # type: ignore[no-untyped-def]
     q,
     acc,
     peak,
@@ -151,7 +151,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([NUM_ROWS, NUM_COLUMNS], tl.float32)
     peak = tl.full([NUM_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
-    acc, peak, total = attend_keys(
+    acc, peak, total = attend_tiles(
         q,
         acc,
         peak,
@@ -169,7 +169,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         TILE,
         False,
     )
-    acc, peak, total = attend_keys(
+    acc, peak, total = attend_tiles(
         q,
         acc,
         peak,
