@@ -13,9 +13,9 @@ from scheduler.step import IntArray, Step
 from workers.batch import changed_entries
 from workers.model_config import ModelConfig
 
-_MIN_SPARED_BYTES = 128_000_000
-"""Of a layer's keys and values. To read them takes an H200 30 us, or 13 where its L2 cache has them; the kernel that
-reads shared ones, and rows more that pad a step, take some 8 each."""
+_MIN_SPARED_BYTES = 256_000_000
+"""Of a layer's keys and values. To read them takes an H200 60 us, or 25 where its L2 cache has them; the kernel that
+reads shared ones, and rows more that pad a step, take some 8 each, and in mixed steps batches gained from here on."""
 _CHUNK = 64
 """Blocks that are compared at a time."""
 
