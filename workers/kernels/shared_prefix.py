@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from workers.kernels.overlap import can_overlap
-from workers.kernels.triton_prefill import attend_tiles
+from workers.kernels.triton_prefill import attend_range
 
 _LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 8
@@ -104,38 +104,13 @@ def _attend_shared_kernel(  # type: ignore[no-untyped-def]
     stop = tl.minimum(begin + keys_per_split, num_keys)
     whole = begin + (stop - begin) // TILE * TILE
     last_seen = tl.zeros([NUM_ROWS], tl.int32) + (stop - 1)
-    acc = tl.zeros([NUM_ROWS, NUM_COLUMNS], tl.float32)
-    peak = tl.full([NUM_ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
-    k_ptr += head * D
-    v_ptr += head * D
-    acc, peak, total = attend_tiles(
+    acc, peak, total = attend_range(
         q,
-        acc,
-        peak,
-        total,
-        k_ptr,
-        v_ptr,
+        k_ptr + head * D,
+        v_ptr + head * D,
         table_ptr,
         last_seen,
         begin,
-        whole,
-        scale_log2,
-        HEADS,
-        D,
-        P,
-        TILE,
-        False,
-    )
-    acc, peak, total = attend_tiles(
-        q,
-        acc,
-        peak,
-        total,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        last_seen,
         whole,
         stop,
         scale_log2,
@@ -143,7 +118,6 @@ def _attend_shared_kernel(  # type: ignore[no-untyped-def]
         D,
         P,
         TILE,
-        True,
     )
     items = (split * num_seqs + sequences).to(tl.int64) * (HEADS * G) + heads
     tl.store(parts_ptr + items[:, None] * D + columns[None, :], acc, mask=mask)

@@ -49,7 +49,7 @@ def _find_sequence(cu_seqlens_ptr, num_seqs, query_tile, TOKENS: tl.constexpr, B
 
 
 @triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
+def _attend_tiles(  # type: ignore[no-untyped-def]
     q,
     acc,
     peak,
@@ -97,6 +97,53 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def attend_range(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    last_seen,
+    begin,
+    num_seen_by_all,
+    stop,
+    scale_log2,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attention of q (rows, columns) to keys begin..stop: weighted sum of values, highest score, sum of weights.
+
+    Row i sees keys up to last_seen[i], which are those before num_seen_by_all, whole tiles from `begin`, and more.
+    """
+    acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    peak = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    for IS_MASKED in tl.static_range(2):
+        first = num_seen_by_all if IS_MASKED else begin
+        last = stop if IS_MASKED else num_seen_by_all
+        acc, peak, total = _attend_tiles(
+            q,
+            acc,
+            peak,
+            total,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            last_seen,
+            first,
+            last,
+            scale_log2,
+            HEADS,
+            D,
+            P,
+            TILE,
+            IS_MASKED,
+        )
     return acc, peak, total
 
 
@@ -148,36 +195,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     last_seen = num_before + tokens
     num_seen_by_all = (num_before + first_token + 1) // TILE * TILE
     stop = tl.minimum(seq_len, num_before + first_token + TOKENS)
-    acc = tl.zeros([NUM_ROWS, NUM_COLUMNS], tl.float32)
-    peak = tl.full([NUM_ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
-    acc, peak, total = attend_tiles(
+    acc, _, total = attend_range(
         q,
-        acc,
-        peak,
-        total,
         k_ptr,
         v_ptr,
         table_ptr,
         last_seen,
         0,
-        num_seen_by_all,
-        scale_log2,
-        HEADS,
-        D,
-        P,
-        TILE,
-        False,
-    )
-    acc, peak, total = attend_tiles(
-        q,
-        acc,
-        peak,
-        total,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        last_seen,
         num_seen_by_all,
         stop,
         scale_log2,
@@ -185,7 +209,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         D,
         P,
         TILE,
-        True,
     )
     out_offsets = ((first_row + tokens).to(tl.int64) * (HEADS * G) + heads) * D
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
